@@ -50,7 +50,9 @@ class NeoXArgsModel:
     max_position_embeddings: Optional[int] = None
     """TODO."""
 
-    norm: Literal["layernorm", "rmsnorm", "non_parametric_layernorm", "scalenorm", "te_rmsnorm", "te_layernorm"] = "layernorm"
+    norm: Literal["layernorm", "rmsnorm", "non_parametric_layernorm", "scalenorm", "te_rmsnorm", "te_layernorm"] = (
+        "layernorm"
+    )
     """TODO."""
 
     layernorm_fusion: bool = False
@@ -101,7 +103,9 @@ class NeoXArgsModel:
     make_vocab_size_divisible_by: int = 128
     """TODO."""
 
-    activation: Literal["gelu", "geglu", "relu", "softsign", "swish", "mish", "silu", "reglu", "swiglu", "bilinear", "glu"] = "gelu"
+    activation: Literal[
+        "gelu", "geglu", "relu", "softsign", "swish", "mish", "silu", "reglu", "swiglu", "bilinear", "glu"
+    ] = "gelu"
     """TODO."""
 
     use_flashattn_swiglu: bool = False
@@ -149,10 +153,30 @@ class NeoXArgsModel:
     rotary_save_freqs_buffer: bool = False
     """TODO."""
 
-    init_method: Literal["normal", "scaled_normal", "orthogonal", "scaled_orthogonal", "xavier_uniform", "xavier_normal", "wang_init", "small_init", "single_residual_scaled_normal"] = "normal"
+    init_method: Literal[
+        "normal",
+        "scaled_normal",
+        "orthogonal",
+        "scaled_orthogonal",
+        "xavier_uniform",
+        "xavier_normal",
+        "wang_init",
+        "small_init",
+        "single_residual_scaled_normal",
+    ] = "normal"
     """TODO."""
 
-    output_layer_init_method: Literal["normal", "scaled_normal", "orthogonal", "scaled_orthogonal", "xavier_uniform", "xavier_normal", "wang_init", "small_init", "single_residual_scaled_normal"] = "scaled_normal"
+    output_layer_init_method: Literal[
+        "normal",
+        "scaled_normal",
+        "orthogonal",
+        "scaled_orthogonal",
+        "xavier_uniform",
+        "xavier_normal",
+        "wang_init",
+        "small_init",
+        "single_residual_scaled_normal",
+    ] = "scaled_normal"
     """TODO."""
 
     gmlp_attn_dim: int = 64

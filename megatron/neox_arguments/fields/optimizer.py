@@ -8,7 +8,9 @@ from typing import List, Literal, Optional, Union
 class NeoXArgsOptimizer:
     """TODO: what these arguments are for."""
 
-    optimizer_type: Literal["adam", "onebitadam", "cpu_adam", "cpu_torch_adam", "sm3", "madgrad_wd", "sgd", "lion"] = "adam"
+    optimizer_type: Literal["adam", "onebitadam", "cpu_adam", "cpu_torch_adam", "sm3", "madgrad_wd", "sgd", "lion"] = (
+        "adam"
+    )
     """TODO."""
 
     use_bnb_optimizer: bool = False

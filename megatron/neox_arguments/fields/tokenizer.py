@@ -8,7 +8,9 @@ from typing import Literal, Optional
 class NeoXArgsTokenizer:
     """TODO: what these arguments are for."""
 
-    tokenizer_type: Literal["GPT2BPETokenizer", "HFTokenizer", "HFGPT2Tokenizer", "SPMTokenizer", "CharLevelTokenizer", "TiktokenTokenizer"] = "GPT2BPETokenizer"
+    tokenizer_type: Literal[
+        "GPT2BPETokenizer", "HFTokenizer", "HFGPT2Tokenizer", "SPMTokenizer", "CharLevelTokenizer", "TiktokenTokenizer"
+    ] = "GPT2BPETokenizer"
     """TODO."""
 
     padded_vocab_size: Optional[int] = None
