@@ -100,12 +100,10 @@ class AnnealingLR:
         """Continue a saved schedule. Raises CheckpointError if it is another one and neither switch is set."""
         different = [key for key in _CHECKED_ON_LOAD if state[key] != getattr(self, key)]
         if different and not (self._override or self._use_checkpoint):
-            changes = ", ".join(
-                f"{key}: {state[key]} in the checkpoint, {getattr(self, key)} here" for key in different
-            )
+            changes = [f"{key}: {state[key]} in the checkpoint, {getattr(self, key)} here" for key in different]
             raise CheckpointError(
-                f"the learning rate schedule differs from the checkpoint's ({', '.join(changes)}); set override_lr_scheduler "
-                "to use the config's or use_checkpoint_lr_scheduler to use the checkpoint's"
+                f"the learning rate schedule differs from the checkpoint's ({', '.join(changes)}); set "
+                "override_lr_scheduler to use the config's or use_checkpoint_lr_scheduler to use the checkpoint's"
             )
         if not self._override:
             for key in _CHECKED_ON_LOAD:
