@@ -1,0 +1,52 @@
+"""Small helpers of the parallel layers: whole-number division, the current device, slicing one rank's share."""
+
+from typing import List, Optional
+
+import torch
+
+from megatron.errors import ConfigError
+
+
+def divide(numerator: int, denominator: int, what: str = "a width") -> int:
+    """numerator / denominator, which must be whole. Raises ConfigError naming `what`."""
+    if numerator % denominator:
+        raise ConfigError(
+            f"{what} of {numerator} does not divide by model_parallel_size={denominator}; change one of the two"
+        )
+    return numerator // denominator
+
+
+def current_device() -> torch.device:
+    """The device of this process: the GPU DeepSpeed chose for it, or the CPU."""
+    # Imported here because deepspeed takes seconds to import and not every user of mpu touches a device.
+    from deepspeed.accelerator import get_accelerator
+
+    name = get_accelerator().device_name()
+    if name == "cpu":
+        return torch.device("cpu")
+    return torch.device(name, get_accelerator().current_device())
+
+
+def shard(
+    master: torch.Tensor, dim: int, rank: int, world_size: int, groups: Optional[List[int]] = None
+) -> torch.Tensor:
+    """One rank's share of a master tensor: a copy, so that it does not keep the master's memory alive.
+
+    groups: sizes of the blocks stacked along `dim`; each block is split over the ranks on its own, so that a rank
+    holds a piece of every block, e.g. [up_r; gate_r] of [up; gate]. None is one block.
+    """
+    blocks = torch.split(master, groups or [master.shape[dim]], dim)
+    pieces = []
+    for block in blocks:
+        size = divide(block.shape[dim], world_size, f"dimension {dim} of a weight block")
+        pieces.append(block.narrow(dim, rank * size, size))
+    return torch.cat(pieces, dim)
+
+
+def unshard(shards: List[torch.Tensor], dim: int, groups: Optional[List[int]] = None) -> torch.Tensor:
+    """Inverse of `shard`: the master tensor from the shares of all ranks, in rank order."""
+    world_size = len(shards)
+    groups = groups or [shards[0].shape[dim] * world_size]
+    sizes = [divide(size, world_size, "a weight block") for size in groups]
+    by_rank = [torch.split(piece, sizes, dim) for piece in shards]
+    return torch.cat([torch.cat(pieces, dim) for pieces in zip(*by_rank, strict=True)], dim)
