@@ -29,9 +29,8 @@ def get_optimizer(neox_args, param_groups: List[Dict[str, Any]]) -> Optional[tor
         )
     params = dict((neox_args.optimizer or {}).get("params") or {})
     params.setdefault("weight_decay", neox_args.weight_decay)
-    build = _adam_8bit if kind == "adam" and neox_args.use_bnb_optimizer else _BUILDERS[kind]
     groups = [group for group in param_groups if group["params"]]
-    return build(groups, params)
+    return _BUILDERS[kind](groups, params)
 
 
 def _adam(groups, params):
@@ -42,14 +41,6 @@ def _adam(groups, params):
     if not params.pop("bias_correction", True):
         raise ConfigError("optimizer.params.bias_correction=false is not built; remove it")
     return _construct(torch.optim.AdamW if decoupled else torch.optim.Adam, groups, params, fused=True)
-
-
-def _adam_8bit(groups, params):
-    try:
-        import bitsandbytes
-    except ImportError:
-        raise BackendError("use_bnb_optimizer=true needs the package bitsandbytes: pip install bitsandbytes") from None
-    return _construct(bitsandbytes.optim.Adam8bit, groups, params)
 
 
 def _cpu_adam(groups, params):

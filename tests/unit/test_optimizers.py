@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.errors import BackendError, ConfigError
+from megatron.errors import ConfigError
 from megatron.training.optimizers import get_optimizer
 
 STEPS = 4
@@ -17,7 +17,6 @@ def arguments(kind, weight_decay=DECAY, **params):
         optimizer_type=kind,
         optimizer={"type": kind, "params": params},
         weight_decay=weight_decay,
-        use_bnb_optimizer=False,
     )
 
 
@@ -147,13 +146,3 @@ def test_unknown_type_and_parameters():
         get_optimizer(arguments("sgd", lr=0.1, nesterow=1), weight)
     with pytest.raises(ConfigError, match="betas"):
         get_optimizer(arguments("adam", lr=0.1, betas=[2.0, 0.9]), weight)
-
-
-def test_8bit_needs_its_package():
-    settings = arguments("adam", lr=0.1)
-    settings.use_bnb_optimizer = True
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError:
-        with pytest.raises(BackendError, match="pip install bitsandbytes"):
-            get_optimizer(settings, [{"params": [torch.nn.Parameter(torch.zeros(2))]}])

@@ -1,0 +1,72 @@
+"""train_log.jsonl: one JSON object per line, appended, readable after a kill at any moment.
+
+Training lines have `iteration`, `loss` and the rest of a logged step; evaluation lines have `iteration` and
+`valid_loss` or `test_loss`. Numbers that are not finite are written as null, because JSON has no NaN.
+"""
+
+import json
+import math
+import os
+from typing import Any, Dict, List, Optional
+
+FILE_NAME = "train_log.jsonl"
+
+
+def run_folder(neox_args) -> Optional[str]:
+    """Where a run keeps its files: log_dir, else save, else nowhere (None)."""
+    return neox_args.log_dir or neox_args.save
+
+
+class RunLog:
+    """Appends records to `folder`/train_log.jsonl."""
+
+    def __init__(self, folder: str):
+        os.makedirs(folder, exist_ok=True)
+        self.path = os.path.join(folder, FILE_NAME)
+        self._file = open(self.path, "ab+")
+        self._drop_torn_line()
+
+    def write(self, record: Dict[str, Any]) -> None:
+        """Append one line and hand it to the operating system at once."""
+        line = json.dumps({key: _plain(value) for key, value in record.items()})
+        self._file.write(line.encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        self._file.close()
+
+    def _drop_torn_line(self) -> None:
+        """A process killed while writing leaves half a line, which would swallow the next one."""
+        self._file.seek(0)
+        content = self._file.read()
+        complete = content.rfind(b"\n") + 1
+        if complete < len(content):
+            self._file.truncate(complete)
+        self._file.seek(0, os.SEEK_END)
+
+
+def read_records(path: str) -> List[Dict[str, Any]]:
+    """The records of one run without what a restart did over: when a line's iteration does not come after the
+    lines before it, the run was resumed from an earlier checkpoint, and the lines from there on are replaced.
+    """
+    records: List[Dict[str, Any]] = []
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            if not line.endswith("\n"):
+                break
+            record = json.loads(line)
+            kinds = set(record) & {"loss", "valid_loss", "test_loss"}
+            repeated = any(r["iteration"] == record["iteration"] and kinds & set(r) for r in records[-3:])
+            if records and (record["iteration"] < records[-1]["iteration"] or repeated):
+                records = [r for r in records if r["iteration"] < record["iteration"]]
+            records.append(record)
+    return records
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
