@@ -1,0 +1,136 @@
+"""Position embeddings that act inside attention: rotary, ALiBi, and T5's relative bias.
+
+Learned and sinusoidal positions are added to the word embedding: see word_embeddings.py.
+"""
+
+import math
+from typing import List, Tuple
+
+import torch
+from torch import nn
+
+from megatron import mpu
+from megatron.errors import ConfigError
+
+
+def rotary_inv_freq(rotary_ndims: int, base: float) -> torch.Tensor:
+    """Angular frequencies [r/2] in fp32: base^(-2i/r) (Su et al. 2021, RoFormer, section 3.2.2).
+
+    The exponents run over the rotated dimensions r, not over head_dim.
+    """
+    exponents = torch.arange(0, rotary_ndims, 2, dtype=torch.float32, device="cpu") / rotary_ndims
+    return 1.0 / (base**exponents)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the first r dimensions of x [s, b, n, d]; cos and sin are [s, 1, 1, r/2].
+
+    Half split, as GPT-NeoX and Hugging Face have it: dimension i is paired with i + r/2.
+    """
+    half = cos.shape[-1]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates queries or keys by their position. Tables are made in fp32 and used in the tensor's dtype.
+
+    buffer_dtype: keep the frequencies as a buffer `inv_freq` of this dtype, because GPT-NeoX's checkpoints can have
+    one (rotary_save_freqs_buffer). It is written and read but not used: rounded frequencies would ruin the tables.
+    """
+
+    def __init__(
+        self, rotary_ndims: int, seq_length: int, base: float, dtype: torch.dtype, save_inv_freq: bool = False
+    ):
+        super().__init__()
+        self.seq_length = seq_length
+        inv_freq = rotary_inv_freq(rotary_ndims, base)
+        if buffer_dtype is not None:
+            self.register_buffer("inv_freq", inv_freq.to(buffer_dtype))
+        angles = torch.arange(seq_length, dtype=torch.float32, device="cpu")[:, None, None, None] * inv_freq
+        self._cos_sin = (angles.cos(), angles.sin())  # [seq_length, 1, 1, r/2]
+        self._converted = {}
+
+    def forward(self, x: torch.Tensor, offset: int = 0) -> torch.Tensor:
+        """x [s, b, n, d] at positions offset, offset + 1, ... Raises ConfigError beyond seq_length."""
+        end = offset + x.shape[0]
+        if end > self.seq_length:
+            raise ConfigError(
+                f"seq_length={self.seq_length}: rotary positions reach {end}; raise seq_length or shorten the input"
+            )
+        cos, sin = self._tables(x)
+        return rotate(x, cos[offset:end], sin[offset:end])
+
+    def _tables(self, x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+        key = (x.device, x.dtype)
+        if key not in self._converted:
+            with torch.inference_mode(False):  # an inference tensor could not serve a later training step
+                self._converted[key] = tuple(table.to(x.device, x.dtype) for table in self._cos_sin)
+        return self._converted[key]
+
+
+def alibi_slopes(heads: int) -> List[float]:
+    """One slope per head: 2^(-8i/heads) for a power of two (Press et al. 2022, ALiBi, section 3).
+
+    For other head counts, the slopes of the power of two below, then every other one of the power of two above: the
+    authors' published rule.
+    """
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
+    if power == heads:
+        return slopes
+    return slopes + alibi_slopes(2 * power)[0::2][: heads - power]
+
+
+class AliBi(nn.Module):
+    """Bias -slope·(i - j) on the scores of this rank's heads."""
+
+    def __init__(self, num_attention_heads: int):
+        super().__init__()
+        per_rank = mpu.divide(num_attention_heads, mpu.get_model_parallel_world_size())
+        first = per_rank * mpu.get_model_parallel_rank()
+        self._slopes = alibi_slopes(num_attention_heads)[first : first + per_rank]
+        # For GPT-NeoX's checkpoint format only: the buffer takes the dtype of the model, the bias does not.
+        self.register_buffer("slopes", torch.tensor(self._slopes))
+
+    def forward(self, query_tokens: int, key_tokens: int, offset: int, device: torch.device) -> torch.Tensor:
+        """[n, s, t] in fp32; 0 above the diagonal, where the mask hides the key anyway."""
+        slopes = torch.tensor(self._slopes, device=device)[:, None, None]
+        return -slopes * _tokens_back(query_tokens, key_tokens, offset, device)
+
+
+class ParallelRelativePositionBias(nn.Module):
+    """T5's learned bias per head and distance bucket, one module for all layers; heads are split over ranks."""
+
+    def __init__(self, neox_args, num_attention_heads: int, scale: float):
+        """scale multiplies the weight; GPT-NeoX uses sqrt(head_dim), since T5 itself does not scale its scores."""
+        super().__init__()
+        self.scale = scale
+        self.num_buckets = neox_args.rpe_num_buckets
+        self.max_distance = neox_args.rpe_max_distance
+        shape = (self.num_buckets, num_attention_heads)
+        self.weight = mpu.create_parameter(neox_args, shape, nn.init.xavier_normal_, partition_dim=1)  # [buckets, n]
+
+    def forward(self, query_tokens: int, key_tokens: int, offset: int, device: torch.device) -> torch.Tensor:
+        """[n, s, t] in the weight's dtype."""
+        distance = _tokens_back(query_tokens, key_tokens, offset, device)
+        buckets = relative_position_bucket(distance, self.num_buckets, self.max_distance)
+        return self.weight[buckets].permute(2, 0, 1) * self.scale
+
+
+def relative_position_bucket(distance: torch.Tensor, num_buckets: int, max_distance: int) -> torch.Tensor:
+    """Bucket of each distance to an earlier token (Raffel et al. 2020, T5, section 2.1; unidirectional).
+
+    Half of the buckets hold one distance each, the others grow logarithmically up to max_distance; all beyond share
+    the last one.
+    """
+    exact = num_buckets // 2
+    growth = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
+    logarithmic = exact + (growth * (num_buckets - exact)).long()
+    return torch.where(distance < exact, distance, logarithmic.clamp(max=num_buckets - 1))
+
+
+def _tokens_back(query_tokens: int, key_tokens: int, offset: int, device: torch.device) -> torch.Tensor:
+    """How many tokens key j lies before query i + offset: int64 [s, t], 0 for keys after it."""
+    positions = torch.arange(offset, offset + query_tokens, device=device).unsqueeze(1)
+    return (positions - torch.arange(key_tokens, device=device)).clamp(min=0)

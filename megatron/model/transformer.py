@@ -1,0 +1,161 @@
+"""The transformer layer and the modules of the pipeline that wrap it: final norm and output layer.
+
+Hidden states are [s, b, h] inside the layers and [b, s, h] outside of them.
+"""
+
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron import mpu
+from megatron.model.attention import LayerKVCache, ParallelSelfAttention
+from megatron.model.init_functions import get_init_methods
+from megatron.model.mlp import ParallelMLP
+from megatron.model.norms import get_norm
+from megatron.model.positional_embeddings import ParallelRelativePositionBias
+
+
+class ParallelTransformerLayer(nn.Module):
+    """Attention and MLP in one of GPT-NeoX's residual forms.
+
+    normal:          y = x + attention(norm1(x));  y + mlp(norm2(y))
+    gpt_j_residual:  x + attention(norm1(x)) + mlp(norm2(x)), with one reduction over the model-parallel ranks
+    gpt_j_tied:      the same with norm1 before both; norm2 exists, because checkpoints have it, and is unused
+
+    layer_number is 0-based. Biases are optional in each part, and hidden dropout acts with or without them.
+
+    Under gpt_j_residual each rank adds its own copy of the two row-parallel biases before the reduction, so the bias
+    that acts is the *sum* of the copies. Checkpoints of GPT-NeoX hold copies that differ. Biases start at zero.
+    """
+
+    def __init__(
+        self,
+        neox_args,
+        layer_number: int,
+        init_method=None,
+        output_layer_init_method=None,
+        rpe: Optional[ParallelRelativePositionBias] = None,
+    ):
+        super().__init__()
+        default_init, default_output_init = get_init_methods(neox_args)
+        init_method = init_method or default_init
+        output_layer_init_method = output_layer_init_method or default_output_init
+        self.layer_number = layer_number
+        self.hidden_dropout = neox_args.hidden_dropout
+        self.gpt_j_residual = neox_args.gpt_j_residual
+        self.gpt_j_tied = neox_args.gpt_j_tied
+        self.sequence_parallel = neox_args.sequence_parallel
+
+        norm, eps = get_norm(neox_args)
+        self.input_layernorm = norm(neox_args.hidden_size, eps, self.sequence_parallel)
+        self.attention = ParallelSelfAttention(
+            neox_args, layer_number, init_method, output_layer_init_method, rpe, parallel_output=self.gpt_j_residual
+        )
+        self.post_attention_layernorm = norm(neox_args.hidden_size, eps, self.sequence_parallel)
+        self.mlp = ParallelMLP(
+            neox_args,
+            init_method,
+            output_layer_init_method,
+            layer_number=layer_number,
+            parallel_output=self.gpt_j_residual,
+        )
+
+    def forward(self, hidden_states: torch.Tensor, kv_cache: Optional[LayerKVCache] = None) -> torch.Tensor:
+        """hidden_states [s, b, h] -> [s, b, h]; with a cache, s new tokens behind the cached ones."""
+        if self.gpt_j_residual:
+            return self._parallel_residual(hidden_states, kv_cache)
+        return self._normal_residual(hidden_states, kv_cache)
+
+    def _normal_residual(self, x: torch.Tensor, kv_cache: Optional[LayerKVCache]) -> torch.Tensor:
+        x = x + self._bias_dropout(*self.attention(self.input_layernorm(x), kv_cache))
+        return x + self._bias_dropout(*self.mlp(self.post_attention_layernorm(x)))
+
+    def _parallel_residual(self, x: torch.Tensor, kv_cache: Optional[LayerKVCache]) -> torch.Tensor:
+        attention_input = self.input_layernorm(x)
+        mlp_input = attention_input if self.gpt_j_tied else self.post_attention_layernorm(x)
+        branches = self._bias_dropout(*self.attention(attention_input, kv_cache))
+        branches = branches + self._bias_dropout(*self.mlp(mlp_input))
+        return x + self._reduce(branches)
+
+    def _reduce(self, branches: torch.Tensor) -> torch.Tensor:
+        """Sum over the model-parallel ranks; under sequence_parallel each keeps its part of the sequence."""
+        if self.sequence_parallel:
+            return mpu.reduce_scatter_to_sequence_parallel_region(branches)
+        return mpu.reduce_from_model_parallel_region(branches)
+
+    def _bias_dropout(self, output: torch.Tensor, bias: Optional[torch.Tensor]) -> torch.Tensor:
+        if bias is not None:
+            output = output + bias
+        if self.hidden_dropout == 0.0 or not self.training:
+            return output
+        if self.sequence_parallel and not self.gpt_j_residual:
+            # Each rank holds other tokens. Otherwise all hold terms of one sum, and must drop the same elements.
+            with mpu.get_cuda_rng_tracker().fork():
+                return F.dropout(output, self.hidden_dropout)
+        return F.dropout(output, self.hidden_dropout)
+
+
+class ParallelTransformerLayerPipe(ParallelTransformerLayer):
+    """The layer under the name by which DeepSpeed's pipe_partition_method and checkpointing find it."""
+
+
+class NormPipe(nn.Module):
+    """The final norm, [b, s, h] -> [b, s, h]."""
+
+    def __init__(self, neox_args):
+        super().__init__()
+        norm, eps = get_norm(neox_args)
+        self.norm = norm(neox_args.hidden_size, eps, neox_args.sequence_parallel)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.norm(hidden_states)
+
+
+class ParallelLinearPipe(nn.Module):
+    """The output layer with weights of its own: [b, s, h] -> logits [b, s, v/p], or [b, s, v] when gathered."""
+
+    def __init__(self, neox_args, init_method=None, parallel_output: bool = True):
+        super().__init__()
+        self.final_linear = mpu.ColumnParallelLinear(
+            neox_args,
+            neox_args.hidden_size,
+            neox_args.padded_vocab_size,
+            bias=False,
+            init_method=init_method or get_init_methods(neox_args)[0],
+            gather_output=not parallel_output,
+            sequence_parallel=neox_args.sequence_parallel,
+            seq_dim=1,
+        )
+
+    def set_parallel_output(self, parallel_output: bool) -> None:
+        """Whether the logits stay split over the vocabulary (training) or are gathered (generation)."""
+        self.final_linear.set_parallel_output(parallel_output)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        logits, _ = self.final_linear(hidden_states)
+        return logits
+
+
+class TiedLogits:
+    """The output layer that shares the word embedding's weight: (embedding, hidden [b, s, h]) -> logits [b, s, v/p].
+
+    A plain callable: its weight belongs to the embedding, in the state dict too.
+    """
+
+    def __init__(self, sequence_parallel: bool, parallel_output: bool = True):
+        self.sequence_parallel = sequence_parallel
+        self.parallel_output = parallel_output
+
+    def set_parallel_output(self, parallel_output: bool) -> None:
+        """As ParallelLinearPipe.set_parallel_output."""
+        self.parallel_output = parallel_output
+
+    def __call__(self, embedding: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.sequence_parallel:
+            hidden_states = mpu.gather_from_sequence_parallel_region(hidden_states, seq_dim=1)
+        else:
+            hidden_states = mpu.copy_to_model_parallel_region(hidden_states)
+        logits = F.linear(hidden_states, embedding.word_embeddings_weight)
+        return logits if self.parallel_output else mpu.gather_from_model_parallel_region(logits)
