@@ -1,4 +1,4 @@
-"""TODO: one line on this group."""
+"""What is reported, and where to."""
 
 from dataclasses import dataclass
 from typing import Any, Optional, Union
@@ -6,97 +6,98 @@ from typing import Any, Optional, Union
 
 @dataclass
 class NeoXArgsLogging:
-    """TODO: what these arguments are for."""
+    """Weights & Biases, TensorBoard, Comet, extra measurements, profiling."""
 
     use_wandb: Optional[bool] = None
-    """TODO."""
+    """Log to Weights & Biases; needs the wandb package and an account or offline mode. Null or false: off."""
 
     wandb_group: Optional[str] = None
-    """TODO."""
+    """Group under which the run is filed, so that several ranks or restarts appear together."""
 
     wandb_run_name: Optional[str] = None
-    """TODO."""
+    """Name of the run. Null: Weights & Biases invents one."""
 
     wandb_team: Optional[str] = None
-    """TODO."""
+    """Team or user the run belongs to. Null: the logged-in user."""
 
     wandb_project: str = "neox"
-    """TODO."""
+    """Project the run belongs to."""
 
     wandb_host: str = "https://api.wandb.ai"
-    """TODO."""
+    """Address of the Weights & Biases server."""
 
     wandb_init_all_ranks: bool = False
-    """TODO."""
+    """Start a run in every process instead of only in rank 0."""
 
     git_hash: Optional[str] = None
-    """TODO."""
+    """Commit of the code, as a label kept with the configuration. Nothing is computed from it."""
 
     log_dir: Optional[str] = None
-    """TODO."""
+    """Folder for the console output, `train_log.jsonl` and `loss_curve.png`. Null: the log and the curve go to the
+    folder of `save`; without either nothing is written."""
 
     tensorboard_dir: Optional[str] = None
-    """TODO."""
+    """Folder for TensorBoard files; needs the tensorboard package. Null: none are written."""
 
     use_comet: Optional[bool] = None
-    """TODO."""
+    """Log to Comet. Refused unless null or false: not built."""
 
     comet_workspace: Union[str, None] = None
-    """TODO."""
+    """Comet workspace. Refused unless null: not built."""
 
     comet_project: Union[str, None] = None
-    """TODO."""
+    """Comet project. Refused unless null: not built."""
 
     comet_experiment_name: Union[str, None] = None
-    """TODO."""
+    """Name of the Comet experiment. Refused unless null: not built."""
 
     comet_tags: Union[list, None] = None
-    """TODO."""
+    """Tags of the Comet experiment. Refused unless null: not built."""
 
     comet_others: Union[dict, None] = None
-    """TODO."""
+    """Further Comet metadata. Refused unless null: not built."""
 
     comet_experiment: Any = None
-    """TODO."""
+    """GPT-NeoX keeps its running Comet experiment here. Refused unless null: not built."""
 
     peak_theoretical_tflops: Optional[float] = None
-    """TODO."""
+    """Peak TFLOP/s of one device; when set, the share of it that is reached is logged too. Null: not logged."""
 
     log_interval: int = 100
-    """TODO."""
+    """Training iterations between lines of the log; losses and times in a line are means over them."""
 
     log_grad_pct_zeros: bool = False
-    """TODO."""
+    """Log which share of each parameter's gradient is exactly zero."""
 
     log_param_norm: bool = False
-    """TODO."""
+    """Log the L2 norm of each parameter."""
 
     log_grad_norm: bool = False
-    """TODO."""
+    """Log the L2 norm of each parameter's gradient."""
 
     log_optimizer_states: bool = False
-    """TODO."""
+    """Log the L2 norms of the optimizer's states."""
 
     log_gradient_noise_scale: bool = False
-    """TODO."""
+    """Estimate the gradient noise scale. Refused unless false: not built."""
 
     gradient_noise_scale_n_batches: int = 5
-    """TODO."""
+    """Batches per estimate. Refused unless default: not built."""
 
     gradient_noise_scale_cpu_offload: bool = False
-    """TODO."""
+    """Keep the estimate's buffers on the CPU. Refused unless default: not built."""
 
     memory_profiling: bool = False
-    """TODO."""
+    """Record a snapshot of device memory. Refused unless false: not built."""
 
     memory_profiling_path: Optional[str] = None
-    """TODO."""
+    """Where that snapshot goes. Refused unless null: not built."""
 
     profile: bool = False
-    """TODO."""
+    """Record a trace with torch's profiler between `profile_step_start` and `profile_step_stop`."""
 
     profile_step_start: int = 10
-    """TODO."""
+    """First iteration that is traced when `profile` is true."""
 
     profile_step_stop: int = 12
-    """TODO."""
+    """Last iteration that is traced when `profile` is true."""

@@ -1,4 +1,4 @@
-"""TODO: one line on this group."""
+"""The shape of the model and how it computes."""
 
 from dataclasses import dataclass
 from typing import List, Literal, Optional, Union
@@ -6,152 +6,188 @@ from typing import List, Literal, Optional, Union
 
 @dataclass
 class NeoXArgsModel:
-    """TODO: what these arguments are for."""
+    """The model: widths, attention, positions, norms, activations, initialisation."""
 
     precision: Optional[Literal["fp16", "fp32", "bfloat16"]] = None
-    """TODO."""
+    """Type of parameters and activations: fp32, fp16 (with loss scaling) or bfloat16. Null: what an enabled `fp16` or
+    `bf16` block says, else fp32. Contradictions are errors."""
 
     num_layers: Optional[int] = None
-    """TODO."""
+    """Number of transformer layers. Required."""
 
     hidden_size: Optional[int] = None
-    """TODO."""
+    """Width of the residual stream, h. Required. It need not be num_attention_heads x head_dim when `head_dim` is set.
+    """
 
     intermediate_size: Optional[int] = None
-    """TODO."""
+    """Width of the MLP before GPT-NeoX's gating rule: a gated activation (swiglu, geglu, ...) gets int(2/3 x
+    intermediate_size) // 2 per branch, i.e. about a third, rounded up to `mlp_multiple_of`; others get all of it. Null:
+    expansion_factor x hidden_size, or 4 x hidden_size. Use `ffn_hidden_size` to say the width itself."""
 
     ffn_hidden_size: Optional[int] = None
-    """TODO."""
+    """Exact width of one MLP branch: the input width of the MLP's output projection, what Hugging Face calls
+    intermediate_size. No rounding and no 2/3 rule is applied. Null: GPT-NeoX's rule for `intermediate_size`; the two
+    cannot be given together, nor this one with `expansion_factor`."""
 
     mlp_multiple_of: int = 1
-    """TODO."""
+    """The MLP branch width that follows from `intermediate_size`, `expansion_factor` or the default is rounded up to a
+    multiple of this. Not applied to `ffn_hidden_size`."""
 
     expansion_factor: Optional[float] = None
-    """TODO."""
+    """MLP width before the gating rule as a multiple of `hidden_size`; used when `intermediate_size` is null. Null: 4.
+    """
 
     num_attention_heads: Optional[int] = None
-    """TODO."""
+    """Number of query heads. Required. Must be a multiple of `num_kv_heads` and of `model_parallel_size`."""
 
     num_kv_heads: Optional[int] = None
-    """TODO."""
+    """Number of key/value heads, each shared by num_attention_heads / num_kv_heads query heads (grouped-query
+    attention; 1 is multi-query). Null: as many as query heads. It also decides the order of the rows in a stored QKV
+    weight: interleaved per head when equal to the query heads, [Q; K; V] when fewer. Must be a multiple of
+    `model_parallel_size`."""
 
     head_dim: Optional[int] = None
-    """TODO."""
+    """Width of one attention head, d. Null: hidden_size / num_attention_heads, which must then be whole. Set, it is
+    used as it is, and the query width num_attention_heads x head_dim may be smaller or larger than `hidden_size`; the
+    output projection leads back to it. Recorded beside every checkpoint, because tensor shapes alone cannot tell 8
+    heads of 16 from 4 of 32."""
 
     softmax_scale: Optional[float] = None
-    """TODO."""
+    """Factor on the query-key products before the softmax, the same for every attention kernel. Null: head_dim ** -0.5.
+    Must be a positive number."""
 
     seq_length: Optional[int] = None
-    """TODO."""
+    """Tokens in one training sample and the longest context in generation."""
 
     sliding_window_width: Optional[int] = None
-    """TODO."""
+    """How many previous tokens a token can attend to, besides itself, in every layer. Null: all of them."""
 
     max_position_embeddings: Optional[int] = None
-    """TODO."""
+    """Rows of a learned position table, and the largest `seq_length` allowed. Required for every kind of position
+    embedding."""
 
     norm: Literal["layernorm", "rmsnorm", "non_parametric_layernorm", "scalenorm", "te_rmsnorm", "te_layernorm"] = (
         "layernorm"
     )
-    """TODO."""
+    """Kind of normalisation in every layer and before the head: layernorm (weight and bias), rmsnorm (scale), scalenorm
+    (one scale for the L2-normalised vector), non_parametric_layernorm (no parameters). The te_ forms are refused: the
+    Transformer Engine path is not built."""
 
     layernorm_fusion: bool = False
-    """TODO."""
+    """Asks for a fused layernorm kernel. Accepted for compatibility; same function, no separate kernel here."""
 
     rmsnorm_fusion: bool = False
-    """TODO."""
+    """Asks for a fused rmsnorm kernel. Accepted for compatibility; same function, no separate kernel here."""
 
     use_qk_layernorm: bool = False
-    """TODO."""
+    """Normalise queries and keys before the rotary embedding with one norm shared by both, of the kind `norm`, with a
+    weight of shape [heads, head_dim]. With layernorm the statistics run over the heads of a rank and their widths
+    together, so the result depends on `model_parallel_size`, as in GPT-NeoX; with rmsnorm over each head."""
 
     layernorm_epsilon: float = 1e-05
-    """TODO."""
+    """Added to the variance in layernorm and non_parametric_layernorm."""
 
     rms_norm_epsilon: float = 1e-08
-    """TODO."""
+    """Added to the mean square in rmsnorm. Note that most published models use 1e-5 or 1e-6 instead of this default."""
 
     scalenorm_epsilon: float = 1e-08
-    """TODO."""
+    """Lower limit of the L2 norm that scalenorm divides by."""
 
     pos_emb: Literal["learned", "rotary", "sinusoidal", "rpe", "alibi", "none"] = "learned"
-    """TODO."""
+    """How positions enter: learned or sinusoidal tables added to the embedding; rotary turns queries and keys; rpe adds
+    a learned T5-style bias to the scores; alibi adds a fixed slope per head; none. rpe and alibi need `global`
+    attention, and rpe at most one pipeline stage."""
 
     rpe_num_buckets: int = 32
-    """TODO."""
+    """Number of distance buckets of the rpe bias. Only for pos_emb rpe."""
 
     rpe_max_distance: int = 128
-    """TODO."""
+    """Distance, in tokens, from which all positions share the last rpe bucket. Only for pos_emb rpe."""
 
     opt_pos_emb_offset: int = 0
-    """TODO."""
+    """Added to every position before the learned or sinusoidal table is read; OPT models need 2. The table then has to
+    hold that many more rows."""
 
     no_weight_tying: bool = False
-    """TODO."""
+    """Give the output head its own weight. False: the head reuses the word embedding."""
 
     attention_config: Optional[list] = None
-    """TODO."""
+    """Kind of attention of each layer, as [[[kinds], repeats], ...], e.g. [[["global"], 12]], or "all" for repeats to
+    fill all layers, or a plain list with one kind per layer. Built: global (explicit scores) and flash (a fused kernel
+    with the same result). Null: global everywhere; other kinds are refused."""
 
     sparsity_config: Optional[dict] = None
-    """TODO."""
+    """Block pattern of sparse attention. Refused unless null or empty: block-sparse attention is not built."""
 
     num_unique_layers: Optional[int] = None
-    """TODO."""
+    """Number of layers with parameters of their own, the rest sharing them. Refused unless null: not built (GPT-NeoX
+    accepts and ignores it)."""
 
     param_sharing_style: str = "grouped"
-    """TODO."""
+    """Which layers share parameters. Refused unless default, like `num_unique_layers`."""
 
     make_vocab_size_divisible_by: int = 128
-    """TODO."""
+    """The vocabulary is padded to a multiple of this times `model_parallel_size`, so that it splits evenly and matrix
+    shapes suit the device. Part of a checkpoint's shape."""
 
     activation: Literal[
         "gelu", "geglu", "relu", "softsign", "swish", "mish", "silu", "reglu", "swiglu", "bilinear", "glu"
     ] = "gelu"
-    """TODO."""
+    """Activation of the MLP. gelu, relu, softsign, silu, swish (the same as silu) and mish are plain; geglu, reglu,
+    swiglu, bilinear and glu are gated: one branch times the activation of the other. gelu is exact unless
+    `bias_gelu_fusion` is set."""
 
     use_flashattn_swiglu: bool = False
-    """TODO."""
+    """Asks for flash-attn's swiglu kernel. Accepted for compatibility; same function, no separate kernel here."""
 
     scaled_upper_triang_masked_softmax_fusion: bool = False
-    """TODO."""
+    """Asks for a fused causal softmax. Accepted for compatibility; same function, no separate kernel here. For speed
+    use `flash` in `attention_config`."""
 
     scaled_masked_softmax_fusion: bool = False
-    """TODO."""
+    """Asks for a fused masked softmax. Accepted for compatibility; same function, no separate kernel here."""
 
     bias_gelu_fusion: bool = False
-    """TODO."""
+    """With activation gelu: use the tanh approximation, which is what GPT-NeoX's fused kernel computes. This changes
+    results slightly, so a model keeps the setting it was trained with. No effect on other activations."""
 
     bias_dropout_fusion: bool = False
-    """TODO."""
+    """Asks for bias, dropout and residual in one kernel. Accepted for compatibility; same function, no separate kernel
+    here."""
 
     rope_fusion: bool = False
-    """TODO."""
+    """Asks for a fused rotary kernel. Accepted for compatibility; same function, no separate kernel here."""
 
     fused_kernels_build_path: Union[str, None] = None
-    """TODO."""
+    """Where GPT-NeoX puts its compiled kernels. Accepted for compatibility; there are none to compile here."""
 
     fp16_lm_cross_entropy: bool = False
-    """TODO."""
+    """Compute the loss in fp16 instead of fp32 to save memory. Only with fp16 precision."""
 
     init_method_std: float = 0.02
-    """TODO."""
+    """Standard deviation of the normal and scaled normal initialisations."""
 
     apply_query_key_layer_scaling: bool = False
-    """TODO."""
+    """Divide the scores by the layer's number before they are stored and multiply them back inside an fp32 softmax. The
+    function is the same; it keeps fp16 scores in range."""
 
     use_cpu_initialization: bool = False
-    """TODO."""
+    """Draw initial weights on the CPU. Always so without a GPU. Weights do not depend on how the model is split, but
+    CPU and GPU generators draw different numbers."""
 
     attention_softmax_in_fp32: bool = False
-    """TODO."""
+    """Take the softmax of `global` attention in fp32 for half-precision models. Flash kernels do so in any case."""
 
     rotary_pct: float = 1.0
-    """TODO."""
+    """Share of head_dim that is rotated, from the front; int(head_dim x rotary_pct) must be even and positive. Only for
+    pos_emb rotary."""
 
     rotary_emb_base: int = 10000
-    """TODO."""
+    """Base of the rotary frequencies, theta. Only for pos_emb rotary."""
 
     rotary_save_freqs_buffer: bool = False
-    """TODO."""
+    """Store the rotary frequencies in checkpoints as `attention.rotary_emb.inv_freq`, which older GPT-NeoX checkpoints
+    have."""
 
     init_method: Literal[
         "normal",
@@ -164,7 +200,10 @@ class NeoXArgsModel:
         "small_init",
         "single_residual_scaled_normal",
     ] = "normal"
-    """TODO."""
+    """Initialisation of the embedding, QKV and first MLP weights. normal: std init_method_std; scaled_normal: std /
+    sqrt(2 x layers); single_residual_scaled_normal: std / sqrt(layers); small_init: std sqrt(2 / (5 x hidden_size));
+    wang_init: std 2 / (layers x sqrt(hidden_size)); orthogonal, scaled_orthogonal, xavier_uniform, xavier_normal as
+    usual."""
 
     output_layer_init_method: Literal[
         "normal",
@@ -177,97 +216,102 @@ class NeoXArgsModel:
         "small_init",
         "single_residual_scaled_normal",
     ] = "scaled_normal"
-    """TODO."""
+    """Initialisation of the projections that write into the residual stream: attention output and second MLP weight.
+    Same choices as `init_method`."""
 
     gmlp_attn_dim: int = 64
-    """TODO."""
+    """Width of the attention inside amlp layers. Refused unless default: gmlp and amlp are not built."""
 
     gpt_j_residual: bool = False
-    """TODO."""
+    """Compute attention and MLP side by side from the same layer input and add both, x + attn(ln1(x)) + mlp(ln2(x)),
+    with one sum over tensor-parallel ranks. False: one after the other."""
 
     gpt_j_tied: bool = False
-    """TODO."""
+    """With `gpt_j_residual`: one norm, input_layernorm, feeds both branches. The second norm stays in the checkpoint,
+    unused."""
 
     use_bias_in_norms: bool = True
-    """TODO."""
+    """Without effect for norms that have no bias (rmsnorm, scalenorm, non_parametric_layernorm). False together with
+    layernorm is refused: layernorm keeps its bias, as in GPT-NeoX."""
 
     use_bias_in_attn_linear: bool = True
-    """TODO."""
+    """Bias in the QKV and attention output projections."""
 
     use_bias_in_mlp: bool = True
-    """TODO."""
+    """Bias in both MLP projections."""
 
     soft_prompt_tuning: Optional[dict] = None
-    """TODO."""
+    """Train only a prompt of embeddings. Refused unless null or disabled: not built."""
 
     mamba_selective_scan_fusion: bool = False
-    """TODO."""
+    """A fused scan kernel for mamba layers. Refused unless default: mamba is not built."""
 
     mamba_causal_conv_fusion: bool = False
-    """TODO."""
+    """A fused convolution kernel for mamba layers. Refused unless default: mamba is not built."""
 
     mamba_inner_func_fusion: bool = False
-    """TODO."""
+    """One kernel for the inside of a mamba layer. Refused unless default: mamba is not built."""
 
     mamba_selective_fp32_params: bool = True
-    """TODO."""
+    """Keep some mamba parameters in fp32. Refused unless default: mamba is not built."""
 
     mamba_use_bias_in_conv: bool = True
-    """TODO."""
+    """Bias in mamba's convolution. Refused unless default: mamba is not built."""
 
     mamba_use_bias_in_linears: bool = False
-    """TODO."""
+    """Bias in mamba's projections. Refused unless default: mamba is not built."""
 
     output_layer_parallelism: Literal["column"] = "column"
-    """TODO."""
+    """How the head is split over tensor-parallel ranks. Column (by vocabulary) is the only way."""
 
     serve_model_weights: bool = False
-    """TODO."""
+    """Serve the weights of the running model to other programs. Refused unless false: not built."""
 
     weight_server_port: Union[int, List[int]] = 6000
-    """TODO."""
+    """Port of the weight server, or one per rank. Refused unless default: not built."""
 
     online_dataserver_ips: Union[str, List[str]] = "localhost"
-    """TODO."""
+    """Addresses that online training asks for data. Refused unless default: not built."""
 
     online_dataserver_ports: Union[int, List[int]] = 10000
-    """TODO."""
+    """Ports that online training asks for data. Refused unless default: not built."""
 
     te_columnparallel: bool = False
-    """TODO."""
+    """Use Transformer Engine's column-parallel layer. Refused unless false: not built."""
 
     te_rowparallel: bool = False
-    """TODO."""
+    """Use Transformer Engine's row-parallel layer. Refused unless false: not built."""
 
     te_layernorm_mlp: bool = False
-    """TODO."""
+    """Use Transformer Engine's fused norm and MLP. Refused unless false: not built."""
 
     te_mha: bool = False
-    """TODO."""
+    """Use Transformer Engine's attention block. Refused unless false: not built."""
 
     te_fp8_format: Literal["e4m3", "hybrid"] = "hybrid"
-    """TODO."""
+    """Number format of Transformer Engine's FP8. Refused unless default: not built."""
 
     te_fp8_wgrad: bool = True
-    """TODO."""
+    """Compute weight gradients in FP8. Refused unless default: not built."""
 
     te_fp8_amax_history_len: int = 1
-    """TODO."""
+    """Steps over which FP8 scaling remembers the largest values. Refused unless default: not built."""
 
     te_fp8_amax_compute_algo: str = "most_recent"
-    """TODO."""
+    """How FP8 scaling uses that history: most_recent or max. Refused unless default: not built."""
 
     te_fp8_margin: int = 0
-    """TODO."""
+    """Margin of the FP8 scaling factor. Refused unless default: not built."""
 
     te_fp8_mha: bool = False
-    """TODO."""
+    """Run attention in FP8. Refused unless false: not built."""
 
     dim_att: Optional[int] = None
-    """TODO."""
+    """Attention width of rwkv layers. Refused unless null: rwkv is not built."""
 
     head_size: Optional[int] = None
-    """TODO."""
+    """Head width of rwkv layers, not of attention: that is `head_dim`. Refused unless null: rwkv is not built."""
 
     ffn_dim: Optional[int] = None
-    """TODO."""
+    """Channel-mixing width of rwkv layers. Refused unless null: rwkv is not built; for the MLP set `ffn_hidden_size`.
+    """

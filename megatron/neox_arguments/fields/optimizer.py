@@ -1,4 +1,4 @@
-"""TODO: one line on this group."""
+"""What is derived from the optimizer and ZeRO blocks."""
 
 from dataclasses import dataclass
 from typing import List, Literal, Optional, Union
@@ -6,30 +6,32 @@ from typing import List, Literal, Optional, Union
 
 @dataclass
 class NeoXArgsOptimizer:
-    """TODO: what these arguments are for."""
+    """Copies of values inside `optimizer` and `zero_optimization`, for code that wants them flat."""
 
     optimizer_type: Literal["adam", "onebitadam", "cpu_adam", "cpu_torch_adam", "sm3", "madgrad_wd", "sgd", "lion"] = (
         "adam"
     )
-    """TODO."""
+    """Taken from `optimizer.type`. adam is AdamW (decoupled weight decay); cpu_adam is DeepSpeed's for offloaded states
+    and compiles itself; cpu_torch_adam is torch's on the CPU; onebitadam is built by DeepSpeed; sm3, madgrad_wd, sgd
+    and lion as published."""
 
     use_bnb_optimizer: bool = False
-    """TODO."""
+    """Adam with 8-bit states of bitsandbytes. Refused unless false: not built."""
 
     zero_stage: Optional[Union[int, List[int], Literal["all"]]] = None
-    """TODO."""
+    """Taken from `zero_optimization.stage`."""
 
     zero_reduce_scatter: Optional[bool] = None
-    """TODO."""
+    """Taken from `zero_optimization.reduce_scatter`: average gradients by reduce-scatter instead of all-reduce."""
 
     zero_contiguous_gradients: Optional[bool] = None
-    """TODO."""
+    """Taken from `zero_optimization.contiguous_gradients`: copy gradients into one buffer as they appear."""
 
     zero_reduce_bucket_size: Optional[int] = None
-    """TODO."""
+    """Taken from `zero_optimization.reduce_bucket_size`: elements reduced at a time."""
 
     zero_allgather_bucket_size: Optional[int] = None
-    """TODO."""
+    """Taken from `zero_optimization.allgather_bucket_size`: elements gathered at a time."""
 
     lr: Optional[float] = None
-    """TODO."""
+    """Taken from `optimizer.params.lr`: the peak learning rate."""

@@ -1,4 +1,4 @@
-"""TODO: one line on this group."""
+"""How the processes are started: settings of DeepSpeed's launcher."""
 
 from dataclasses import dataclass
 from typing import Literal, Optional
@@ -6,43 +6,49 @@ from typing import Literal, Optional
 
 @dataclass
 class NeoXArgsDeepspeedRunner:
-    """TODO: what these arguments are for."""
+    """Settings that deepy.py hands to DeepSpeed's launcher as command-line options."""
 
     hostfile: Optional[str] = None
-    """TODO."""
+    """Path of a file that lists the hosts of a run, one `name slots=count` per line. Null: `/job/hostfile` or the file
+    named by the environment variable DLTS_HOSTFILE if there is one, else this machine alone."""
 
     include: Optional[str] = None
-    """TODO."""
+    """Hosts and devices to use out of the hostfile, e.g. `worker-0@worker-1:0,2` for all of worker-0 and two devices of
+    worker-1. Null: all. Cannot be combined with `exclude`."""
 
     exclude: Optional[str] = None
-    """TODO."""
+    """Hosts and devices to leave out, written like `include`. Null: none."""
 
     num_nodes: int = -1
-    """TODO."""
+    """Use only the first so many hosts of the hostfile. -1: all of them."""
 
     num_gpus: Optional[int] = None
-    """TODO."""
+    """Processes to start on each host, one per device. Null: as many as there are GPUs (or slots in the hostfile); on a
+    machine without GPUs, pipeline stages times tensor-parallel size."""
 
     master_port: int = 29500
-    """TODO."""
+    """TCP port on which the processes find each other. Another free one is taken when the default is busy; a port set
+    here is used as it is."""
 
     master_addr: Optional[str] = None
-    """TODO."""
+    """Address of the host with rank 0. Null: the launcher finds it out. The environment variable MASTER_ADDR goes
+    first."""
 
     launcher: Literal["pdsh", "openmpi", "mvapich", "slurm"] = "pdsh"
-    """TODO."""
+    """The program that starts processes on several hosts. Irrelevant on one host unless `force_multi` is true."""
 
     force_multi: bool = False
-    """TODO."""
+    """Use the multi-host launcher even when there is only one host, as a SLURM or MPI allocation of one node needs.
+    Implied by `deepspeed_slurm` and `deepspeed_mpi`."""
 
     autotuning_run: Optional[str] = None
-    """TODO."""
+    """`tune` or `run`: DeepSpeed's search for batch and ZeRO settings. Refused unless null: autotuning is not built."""
 
     no_ssh_check: bool = False
-    """TODO."""
+    """Skip the launcher's test that the first host can be reached by ssh."""
 
     comment: Optional[str] = None
-    """TODO."""
+    """Text passed to `srun --comment`, for clusters that ask for one. Only with the slurm launcher."""
 
     account: Optional[str] = None
-    """TODO."""
+    """Account charged for the job, passed to `srun --account`. Only with the slurm launcher."""

@@ -1,4 +1,4 @@
-"""TODO: one line on this group."""
+"""Text generation and evaluation."""
 
 from dataclasses import dataclass
 from typing import Optional
@@ -6,46 +6,51 @@ from typing import Optional
 
 @dataclass
 class NeoXArgsTextgen:
-    """TODO: what these arguments are for."""
+    """Sampling settings and the files used by generate.py."""
 
     text_gen_type: Optional[str] = None
-    """TODO."""
+    """What generate.py does: unconditional, input-file or interactive. Null: input-file when `sample_input_file` is
+    set, else unconditional. precompute (log-probabilities of data sets) is refused: not built."""
 
     precompute_model_name: Optional[str] = None
-    """TODO."""
+    """Suffix of data sets with precomputed log-probabilities. Refused unless null: not built."""
 
     temperature: float = 0.0
-    """TODO."""
+    """Logits are divided by this before sampling; below 1 sharpens, above 1 flattens. 0 leaves them as they are; with
+    top_k and top_p also 0, the likeliest token is taken each time."""
 
     top_p: float = 0.0
-    """TODO."""
+    """Sample from the smallest set of tokens whose probabilities reach this sum. 0: no limit."""
 
     top_k: int = 0
-    """TODO."""
+    """Sample from this many likeliest tokens. 0: no limit."""
 
     return_logits: bool = False
-    """TODO."""
+    """Put the logits of every generated token into the output records. Large: one number per vocabulary entry and
+    token."""
 
     maximum_tokens: int = 64
-    """TODO."""
+    """Most tokens generated for one prompt; the context ends at `seq_length` in any case."""
 
     prompt_end: str = "\n"
-    """TODO."""
+    """Text that separates prompts in an input file and ends a prompt in interactive use."""
 
     sample_input_file: Optional[str] = None
-    """TODO."""
+    """Text file of prompts for input-file generation."""
 
     sample_output_file: str = "samples.txt"
-    """TODO."""
+    """File for generated samples, one JSON object per line. For input files a null value means the input's name plus
+    `.output.jsonl`."""
 
     num_samples: int = 1
-    """TODO."""
+    """Samples that unconditional generation makes."""
 
     recompute: bool = False
-    """TODO."""
+    """Generate without a key/value cache by running the whole text again for each token. Same result, slower; a check
+    on the cache."""
 
     eval_results_prefix: str = ""
-    """TODO."""
+    """Start of the name of eval.py's result file. Refused unless default: the evaluation harness is not built."""
 
     eval_tasks: Optional[list] = None
-    """TODO."""
+    """Tasks for the evaluation harness. Refused unless null: not built."""

@@ -1,4 +1,4 @@
-"""TODO: one line on this group."""
+"""The tokenizer."""
 
 from dataclasses import dataclass
 from typing import Literal, Optional
@@ -6,12 +6,15 @@ from typing import Literal, Optional
 
 @dataclass
 class NeoXArgsTokenizer:
-    """TODO: what these arguments are for."""
+    """The kind of tokenizer and the vocabulary size that follows from it."""
 
     tokenizer_type: Literal[
         "GPT2BPETokenizer", "HFTokenizer", "HFGPT2Tokenizer", "SPMTokenizer", "CharLevelTokenizer", "TiktokenTokenizer"
     ] = "GPT2BPETokenizer"
-    """TODO."""
+    """Kind of tokenizer, in any letter case. GPT2BPETokenizer reads `vocab_file` and `merge_file`; HFTokenizer a
+    tokenizers JSON; HFGPT2Tokenizer a Hugging Face name or folder (gpt2 if none); SPMTokenizer a sentencepiece model;
+    TiktokenTokenizer an encoding's name in `vocab_file`; CharLevelTokenizer needs no file (UTF-8 bytes)."""
 
     padded_vocab_size: Optional[int] = None
-    """TODO."""
+    """Rows of the embedding and the head: the tokenizer's size rounded up to a multiple of make_vocab_size_divisible_by
+    x model_parallel_size. Set when the tokenizer is built; give it only where no tokenizer is."""

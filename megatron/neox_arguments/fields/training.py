@@ -1,4 +1,4 @@
-"""TODO: one line on this group."""
+"""Data, objective, checkpoints, the training loop and numerical settings."""
 
 from dataclasses import dataclass
 from typing import Literal, Optional, Union
@@ -6,301 +6,327 @@ from typing import Literal, Optional, Union
 
 @dataclass
 class NeoXArgsTraining:
-    """TODO: what these arguments are for."""
+    """Data sets, training objective, saving and loading, loop lengths, dropout, activation checkpointing, loss scaling,
+    muP."""
 
     data_path: Optional[str] = None
-    """TODO."""
+    """Path of one tokenized data set, without .bin or .idx, divided by `split`. Exclusive with `train_data_paths` and
+    its kin."""
 
     use_shared_fs: bool = True
-    """TODO."""
+    """The index files beside the data are on storage that all hosts see, so one process of the run builds them. False:
+    one process on each host does."""
 
     train_data_paths: Optional[list] = None
-    """TODO."""
+    """Paths of tokenized data sets (without .bin or .idx) to train on, mixed by `train_data_weights`. Train, valid and
+    test paths are given all three or not at all, and not together with `data_path`."""
 
     train_label_data_paths: Optional[list] = None
-    """TODO."""
+    """One data set of labels for each entry of `train_data_paths`, aligned token by token; -100 marks tokens without
+    loss. Null: the next token is the label everywhere."""
 
     train_reward_data_paths: Optional[list] = None
-    """TODO."""
+    """Rewards per sample, for kto and reinforce. Refused unless null: preference training is not built."""
 
     test_data_paths: Optional[list] = None
-    """TODO."""
+    """Data sets for the test after training; see `train_data_paths`."""
 
     test_label_data_paths: Optional[list] = None
-    """TODO."""
+    """Labels for `test_data_paths`; see `train_label_data_paths`."""
 
     test_reward_data_paths: Optional[list] = None
-    """TODO."""
+    """Rewards for the test data. Refused unless null: preference training is not built."""
 
     valid_data_paths: Optional[list] = None
-    """TODO."""
+    """Data sets for the evaluations during training; see `train_data_paths`."""
 
     valid_label_data_paths: Optional[list] = None
-    """TODO."""
+    """Labels for `valid_data_paths`; see `train_label_data_paths`."""
 
     valid_reward_data_paths: Optional[list] = None
-    """TODO."""
+    """Rewards for the validation data. Refused unless null: preference training is not built."""
 
     pos_train_data_paths: Optional[list] = None
-    """TODO."""
+    """Preferred answers of pairwise training data. Refused unless null: pairwise data are not built."""
 
     neg_train_data_paths: Optional[list] = None
-    """TODO."""
+    """Rejected answers of pairwise training data. Refused unless null: pairwise data are not built."""
 
     pos_train_label_data_paths: Optional[list] = None
-    """TODO."""
+    """Labels of the preferred answers in pairwise training data. Refused unless null: pairwise data are not built."""
 
     neg_train_label_data_paths: Optional[list] = None
-    """TODO."""
+    """Labels of the rejected answers in pairwise training data. Refused unless null: pairwise data are not built."""
 
     pos_valid_data_paths: Optional[list] = None
-    """TODO."""
+    """Preferred answers of pairwise validation data. Refused unless null: pairwise data are not built."""
 
     neg_valid_data_paths: Optional[list] = None
-    """TODO."""
+    """Rejected answers of pairwise validation data. Refused unless null: pairwise data are not built."""
 
     pos_valid_label_data_paths: Optional[list] = None
-    """TODO."""
+    """Labels of the preferred answers in pairwise validation data. Refused unless null: pairwise data are not built."""
 
     neg_valid_label_data_paths: Optional[list] = None
-    """TODO."""
+    """Labels of the rejected answers in pairwise validation data. Refused unless null: pairwise data are not built."""
 
     pos_test_data_paths: Optional[list] = None
-    """TODO."""
+    """Preferred answers of pairwise test data. Refused unless null: pairwise data are not built."""
 
     neg_test_data_paths: Optional[list] = None
-    """TODO."""
+    """Rejected answers of pairwise test data. Refused unless null: pairwise data are not built."""
 
     pos_test_label_data_paths: Optional[list] = None
-    """TODO."""
+    """Labels of the preferred answers in pairwise test data. Refused unless null: pairwise data are not built."""
 
     neg_test_label_data_paths: Optional[list] = None
-    """TODO."""
+    """Labels of the rejected answers in pairwise test data. Refused unless null: pairwise data are not built."""
 
     train_data_weights: Optional[list] = None
-    """TODO."""
+    """Shares of the training data sets in the mixture; normalised, so only ratios count. Null: equal shares, whatever
+    their sizes."""
 
     valid_data_weights: Optional[list] = None
-    """TODO."""
+    """Shares of the validation data sets; see `train_data_weights`."""
 
     test_data_weights: Optional[list] = None
-    """TODO."""
+    """Shares of the test data sets; see `train_data_weights`."""
 
     weight_by_num_documents: bool = False
-    """TODO."""
+    """Derive the shares of the data sets from their numbers of documents instead of the given weights; see
+    `weighted_sampler_alpha`."""
 
     weighted_sampler_alpha: float = 1.0
-    """TODO."""
+    """With `weight_by_num_documents`: a data set that holds the part p of all documents gets a share proportional to
+    p ** alpha x (1 - p), so that small ones are seen more often than their size says, the more so the smaller alpha
+    is."""
 
     data_impl: Literal["infer", "mmap", "cached"] = "infer"
-    """TODO."""
+    """File format of the data sets. mmap is the .bin/.idx pair, and infer finds that out; the older format cached is
+    refused: not built."""
 
     pack_impl: Literal["packed", "pack_until_overflow", "unpacked"] = "packed"
-    """TODO."""
+    """How documents fill samples. packed: end to end, cut at the sample length. The other two choices are refused: not
+    built."""
 
     dataset_impl: Literal["gpt2", "pairwise", "online"] = "gpt2"
-    """TODO."""
+    """Kind of samples. gpt2: plain token sequences. pairwise and online are refused: not built."""
 
     train_impl: Literal["normal", "dpo", "rm", "kto", "reinforce"] = "normal"
-    """TODO."""
+    """Training objective. normal: next-token cross entropy. The preference objectives dpo, rm, kto and reinforce are
+    refused: not built."""
 
     dpo_fp32: bool = True
-    """TODO."""
+    """Compute dpo's log-probabilities in fp32. Refused unless default: dpo is not built."""
 
     dpo_reference_free: bool = False
-    """TODO."""
+    """dpo without a reference model. Refused unless default: dpo is not built."""
 
     dpo_beta: float = 0.1
-    """TODO."""
+    """Strength of dpo's pull towards the reference model. Refused unless default: dpo is not built."""
 
     kto_fp32: bool = True
-    """TODO."""
+    """Compute kto's log-probabilities in fp32. Refused unless default: kto is not built."""
 
     kto_desirable_weight: float = 1.0
-    """TODO."""
+    """Weight of desirable samples in kto. Refused unless default: kto is not built."""
 
     kto_undesirable_weight: float = 1.0
-    """TODO."""
+    """Weight of undesirable samples in kto. Refused unless default: kto is not built."""
 
     z_loss: float = 0.0
-    """TODO."""
+    """Weight of the squared scores in the reward model's loss. Refused unless default: reward models are not built."""
 
     kto_beta: float = 0.1
-    """TODO."""
+    """Strength of kto's pull towards the reference model. Refused unless default: kto is not built."""
 
     fp32_reinforce: bool = True
-    """TODO."""
+    """Compute reinforce's log-probabilities in fp32. Refused unless default: reinforce is not built."""
 
     kl_impl: Literal["abs", "mse", "kl", "full"] = "mse"
-    """TODO."""
+    """Estimator of reinforce's distance from the reference model. Refused unless default: reinforce is not built."""
 
     kl_div_beta: float = 0.1
-    """TODO."""
+    """Weight of that distance. Refused unless default: reinforce is not built."""
 
     reinforce_leave_one_out: bool = False
-    """TODO."""
+    """Subtract the mean reward of a prompt's other answers. Refused unless default: reinforce is not built."""
 
     allow_chopped: bool = True
-    """TODO."""
+    """Let samples contain documents that are cut at their ends. It matters only for packings that GPT-NeoX has besides
+    packed, which always cuts."""
 
     mmap_warmup: bool = False
-    """TODO."""
+    """Read data files once from end to end at start, so that they are in the page cache. Costs time at start; no effect
+    on what is read."""
 
     save: Optional[str] = None
-    """TODO."""
+    """Folder for checkpoints; needs `checkpoint_factor` or `extra_save_iters`. Null: none are written."""
 
     s3_path: Optional[str] = None
-    """TODO."""
+    """Bucket to which checkpoints are uploaded. Refused unless null: not built."""
 
     s3_chunk_size: int = 104857600
-    """TODO."""
+    """Bytes per part of such an upload. Refused unless default: not built."""
 
     config_files: Optional[dict] = None
-    """TODO."""
+    """Names and full text of the configuration files, kept so that a checkpoint can hold them. Filled in when files are
+    loaded."""
 
     load: Optional[str] = None
-    """TODO."""
+    """Folder of checkpoints to continue from. Null or without a checkpoint: training starts from fresh weights, unless
+    `iteration` asks for a certain one."""
 
     checkpoint_validation_with_forward_pass: bool = False
-    """TODO."""
+    """Store logits in a checkpoint and compare them after loading. Refused unless false: not built."""
 
     checkpoint_scale: Literal["linear", "log"] = "linear"
-    """TODO."""
+    """How `checkpoint_factor` counts. linear: save at its multiples. log: save at its powers, rounded down."""
 
     checkpoint_factor: Optional[Union[int, float]] = None
-    """TODO."""
+    """Iterations between checkpoints, or the base of the powers; see `checkpoint_scale`. Null: only `extra_save_iters`.
+    """
 
     extra_save_iters: Optional[list] = None
-    """TODO."""
+    """Further iterations at which a checkpoint is saved; 0 is the untrained model."""
 
     no_save_optim: bool = False
-    """TODO."""
+    """Leave optimizer states out of checkpoints. Smaller, but training cannot be resumed exactly from them."""
 
     no_save_rng: bool = False
-    """TODO."""
+    """Leave the random generators' states out of checkpoints. Dropout then differs after resuming."""
 
     no_load_optim: bool = False
-    """TODO."""
+    """Load only the weights and start the optimizer afresh."""
 
     no_load_rng: bool = False
-    """TODO."""
+    """Do not restore the random generators on loading."""
 
     finetune: bool = False
-    """TODO."""
+    """Load only the weights and start counting at iteration 0, without optimizer, schedule or random states."""
 
     batch_size: Optional[int] = None
-    """TODO."""
+    """Copy of `train_micro_batch_size_per_gpu`."""
 
     train_iters: Optional[int] = None
-    """TODO."""
+    """Number of optimizer steps to train. Exclusive with `train_epochs`."""
 
     train_epochs: Optional[int] = None
-    """TODO."""
+    """Passes over the training data instead of `train_iters`. Without data weights other than 1."""
 
     eval_iters: int = 100
-    """TODO."""
+    """Batches per evaluation, each of the size of a training batch. 0: no evaluation."""
 
     keep_last_n_checkpoints: Optional[int] = None
-    """TODO."""
+    """Delete all but the newest so many checkpoints after a save. Null: keep all."""
 
     eval_interval: int = 1000
-    """TODO."""
+    """Training iterations between evaluations on the validation data."""
 
     split: str = "969, 30, 1"
-    """TODO."""
+    """Shares of train, validation and test documents of `data_path`, separated by commas or slashes; normalised, in the
+    order of the file."""
 
     vocab_file: Optional[str] = None
-    """TODO."""
+    """The tokenizer's vocabulary: a file, folder or name, see `tokenizer_type`."""
 
     merge_file: Optional[str] = None
-    """TODO."""
+    """Merge rules for GPT2BPETokenizer."""
 
     num_workers: int = 2
-    """TODO."""
+    """Processes that load data, per training process and data set. 0: load in the training process."""
 
     exit_interval: Optional[int] = None
-    """TODO."""
+    """Save a checkpoint and stop when the iteration is a multiple of this, e.g. for time-limited jobs. Null: never."""
 
     attention_dropout: float = 0.0
-    """TODO."""
+    """Probability of dropping an attention weight in training. Only during training."""
 
     hidden_dropout: float = 0.0
-    """TODO."""
+    """Probability of dropping elements of the embedding and of every residual branch. Only during training."""
 
     weight_decay: float = 0.1
-    """TODO."""
+    """Weight decay of all parameters except biases and those of norms. 0: none."""
 
     checkpoint_activations: bool = False
-    """TODO."""
+    """Keep only the inputs of every `checkpoint_num_layers` layers and recompute the rest in the backward pass: less
+    memory, about a third more computation, the same gradients."""
 
     checkpoint_num_layers: int = 1
-    """TODO."""
+    """Layers between kept activations when `checkpoint_activations` is true."""
 
     deepspeed_activation_checkpointing: bool = True
-    """TODO."""
+    """Use DeepSpeed's activation checkpointing. Only true is accepted."""
 
     contiguous_checkpointing: bool = False
-    """TODO."""
+    """Copy kept activations into one buffer against fragmentation. Needs `partition_activations`."""
 
     checkpoint_in_cpu: bool = False
-    """TODO."""
+    """Move kept activations to the CPU's memory. Needs `partition_activations`."""
 
     synchronize_each_layer: bool = False
-    """TODO."""
+    """Wait for the device around every checkpointed block, for timing and debugging."""
 
     profile_backward: bool = False
-    """TODO."""
+    """Log the forward and backward time of every checkpointed block."""
 
     partition_activations: bool = False
-    """TODO."""
+    """Split kept activations over tensor-parallel ranks and gather them in the backward pass: less memory for more
+    communication."""
 
     clip_grad: float = 1.0
-    """TODO."""
+    """Copy of `gradient_clipping`."""
 
     hysteresis: int = 2
-    """TODO."""
+    """Overflows tolerated before the fp16 loss scale falls. Refused unless default, because it would be ignored here as
+    in GPT-NeoX; set `hysteresis` in the `fp16` block."""
 
     dynamic_loss_scale: Optional[bool] = None
-    """TODO."""
+    """True as long as `loss_scale` is null."""
 
     loss_scale: Optional[float] = None
-    """TODO."""
+    """Fixed fp16 loss scale. Refused unless null, because it would be ignored here as in GPT-NeoX; set `loss_scale` in
+    the `fp16` block."""
 
     loss_scale_window: float = 1000.0
-    """TODO."""
+    """Steps without overflow before the fp16 loss scale rises. Refused unless default, because it would be ignored here
+    as in GPT-NeoX; set `loss_scale_window` in the `fp16` block."""
 
     min_scale: float = 1.0
-    """TODO."""
+    """Smallest fp16 loss scale. Refused unless default, because it would be ignored here as in GPT-NeoX; set
+    `min_loss_scale` in the `fp16` block."""
 
     char_level_ppl: bool = False
-    """TODO."""
+    """Report perplexity per character beside perplexity per token in evaluations, which makes tokenizers comparable.
+    Detokenizes the batches, so it is slow."""
 
     use_mup: bool = False
-    """TODO."""
+    """Scale initialisation, learning rates and attention with width (maximal update parametrisation). Refused unless
+    false: not built."""
 
     coord_check: bool = False
-    """TODO."""
+    """Plot activations over widths to check muP. Refused unless false: not built."""
 
     save_base_shapes: bool = False
-    """TODO."""
+    """Write the shapes of muP's base model. Refused unless false: not built."""
 
     base_shapes_file: Optional[str] = None
-    """TODO."""
+    """File of muP's base shapes. Refused unless null: not built."""
 
     mup_init_scale: float = 1.0
-    """TODO."""
+    """muP's factor on initial weights. Refused unless default: not built."""
 
     mup_attn_temp: float = 1.0
-    """TODO."""
+    """muP's factor on attention scores. Refused unless default: not built; see `softmax_scale`."""
 
     mup_output_temp: float = 1.0
-    """TODO."""
+    """muP's factor on logits. Refused unless default: not built."""
 
     mup_embedding_mult: float = 1.0
-    """TODO."""
+    """muP's factor on word embeddings. Refused unless default: not built."""
 
     mup_rp_embedding_mult: float = 1.0
-    """TODO."""
+    """muP's factor on position embeddings. Refused unless default: not built."""
 
     mup_width_scale: int = 2
-    """TODO."""
+    """Ratio of widths between muP's base and delta models. Refused unless default: not built."""
