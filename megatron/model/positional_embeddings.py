@@ -39,9 +39,7 @@ class RotaryEmbedding(nn.Module):
     one (rotary_save_freqs_buffer). It is written and read but not used: rounded frequencies would ruin the tables.
     """
 
-    def __init__(
-        self, rotary_ndims: int, seq_length: int, base: float, dtype: torch.dtype, save_inv_freq: bool = False
-    ):
+    def __init__(self, rotary_ndims: int, seq_length: int, base: float, buffer_dtype: Optional[torch.dtype] = None):
         super().__init__()
         self.seq_length = seq_length
         inv_freq = rotary_inv_freq(rotary_ndims, base)
