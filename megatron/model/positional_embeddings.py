@@ -4,7 +4,7 @@ Learned and sinusoidal positions are added to the word embedding: see word_embed
 """
 
 import math
-from typing import List, Tuple
+from typing import List, Optional, Tuple
 
 import torch
 from torch import nn
