@@ -1,0 +1,103 @@
+"""What is wrong with the model's settings. Each check yields messages."""
+
+from typing import Any, Iterator
+
+from megatron.errors import ConfigError
+from megatron.neox_arguments.support import ATTENTION_KINDS
+from megatron.neox_arguments.widths import head_geometry, mlp_geometry
+
+_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings")
+
+
+def _required(settings: Any) -> Iterator[str]:
+    for name in _REQUIRED:
+        if getattr(settings, name) is None:
+            yield f"{name} is not set; it has no default"
+    if settings.seq_length is not None and settings.max_position_embeddings is not None:
+        if settings.max_position_embeddings < settings.seq_length:
+            yield (
+                f"max_position_embeddings={settings.max_position_embeddings} is less than "
+                f"seq_length={settings.seq_length}; it must be at least as large"
+            )
+
+
+def _head_widths(settings: Any) -> Iterator[str]:
+    numbers = (settings.hidden_size, settings.num_attention_heads, settings.num_kv_heads, settings.head_dim)
+    if None in numbers[:2] or any(number is not None and number <= 0 for number in numbers):
+        return
+    try:
+        geometry = head_geometry(settings)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    if settings.model_parallel_size > 0:
+        yield from geometry.shard_problems(settings.model_parallel_size)
+
+
+def _mlp_width(settings: Any) -> Iterator[str]:
+    given = (settings.ffn_hidden_size, settings.intermediate_size, settings.expansion_factor, settings.mlp_multiple_of)
+    if settings.hidden_size is None or any(number is not None and number <= 0 for number in given):
+        return
+    try:
+        geometry = mlp_geometry(settings)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    if settings.intermediate_size is not None and settings.expansion_factor is not None:
+        yield (
+            f"intermediate_size={settings.intermediate_size} and expansion_factor={settings.expansion_factor} both "
+            "give the MLP width; keep one"
+        )
+    if settings.ffn_hidden_size is not None and settings.ffn_hidden_size % settings.mlp_multiple_of:
+        yield (
+            f"ffn_hidden_size={settings.ffn_hidden_size} is the exact MLP width, but not a multiple of "
+            f"mlp_multiple_of={settings.mlp_multiple_of}; change or remove one"
+        )
+    if geometry.ffn_hidden_size <= 0:
+        yield f"the MLP would be {geometry.ffn_hidden_size} wide; set ffn_hidden_size or a larger intermediate_size"
+    elif settings.model_parallel_size > 0:
+        yield from geometry.shard_problems(settings.model_parallel_size)
+
+
+def _attention_kinds(settings: Any) -> Iterator[str]:
+    config = settings.attention_config
+    odd = [kind for kind in config if not isinstance(kind, str)]
+    if odd:
+        yield (
+            f"attention_config holds {odd[0]!r}; write one kind for each layer, or pairs of a pattern and a count "
+            'such as [[["flash"], 12]] or [[["global", "flash"], "all"]]'
+        )
+        return
+    for kind in dict.fromkeys(config):
+        if kind not in ATTENTION_KINDS:
+            yield f"attention_config={kind!r} is not a kind of attention; use global or flash"
+    if settings.num_layers is not None and len(config) != max(settings.num_layers, 0):
+        yield (
+            f"attention_config describes {len(config)} layers and num_layers={settings.num_layers}; a pattern with "
+            '"all" must fit a whole number of times, other counts must add up'
+        )
+
+
+def _positions(settings: Any) -> Iterator[str]:
+    if settings.pos_emb == "rpe" and settings.pipe_parallel_size >= 2:
+        yield (
+            f"pos_emb=rpe shares one table between all layers, so pipe_parallel_size={settings.pipe_parallel_size} "
+            "cannot hold it; use pipe_parallel_size 0 or 1"
+        )
+    if settings.pos_emb in ("rpe", "alibi") and "flash" in settings.attention_config:
+        yield (
+            f"pos_emb={settings.pos_emb} adds a bias to the attention scores, which the flash kernels do not take; "
+            "use attention_config global"
+        )
+    if settings.opt_pos_emb_offset and settings.pos_emb != "learned":
+        yield f"opt_pos_emb_offset={settings.opt_pos_emb_offset} is only used with pos_emb=learned; remove it"
+
+
+def _blocks(settings: Any) -> Iterator[str]:
+    if settings.gpt_j_tied and not settings.gpt_j_residual:
+        yield "gpt_j_tied=True shares the norm of a parallel residual, so it needs gpt_j_residual=True"
+    if settings.fp16_lm_cross_entropy and settings.precision != "fp16":
+        yield f"fp16_lm_cross_entropy=True needs precision=fp16, not {settings.precision}"
+
+
+CHECKS = (_required, _head_widths, _mlp_width, _attention_kinds, _positions, _blocks)
