@@ -1,0 +1,112 @@
+"""What a model costs: parameters, floating-point operations and KV-cache bytes, all from the geometry.
+
+Every number is for the whole model, however it is split over ranks.
+"""
+
+from typing import List, Tuple
+
+from megatron import mpu
+from megatron.model.attention.cache import key_heads_per_partition
+
+_NORM_VECTORS = {"layernorm": 2, "rmsnorm": 1, "non_parametric_layernorm": 0}
+"""Parameter vectors of each norm; scalenorm has a single number instead."""
+
+
+def num_parameters(neox_args) -> int:
+    """Trainable parameters; a tied output layer counts once. Equals the sum of numel over the built model."""
+    layers = sum(_layer_parameters(neox_args, number) for number in range(neox_args.num_layers))
+    hidden = neox_args.hidden_size
+    embedding = neox_args.padded_vocab_size * hidden
+    total = layers + embedding + _norm_parameters(neox_args, hidden)
+    if neox_args.no_weight_tying:
+        total += embedding
+    if neox_args.pos_emb == "learned":
+        total += neox_args.max_position_embeddings * hidden
+    if neox_args.pos_emb == "rpe":  # one bias, shared by all layers
+        total += neox_args.rpe_num_buckets * neox_args.head_geometry().num_attention_heads
+    return total
+
+
+def flops_per_token(neox_args, seq_length: int | None = None) -> float:
+    """Floating-point operations per token of a training step, forward and backward, at `seq_length` tokens.
+
+    6 per matrix parameter (2 forward, 4 backward; the output layer counts, the embedding lookup does not) plus
+    12 * query width * seq_length per layer for scores and their use; the causal half is not taken off. As Narayanan
+    et al. 2021 (arXiv:2104.04473, appendix) and Chowdhery et al. 2022 (PaLM, appendix B) count, with the true
+    projection widths. Recomputed activations do not count: these are the model's operations, not the hardware's.
+    """
+    seq_length = neox_args.seq_length if seq_length is None else seq_length
+    head = neox_args.padded_vocab_size * neox_args.hidden_size
+    total = 6.0 * head
+    for number in range(neox_args.num_layers):
+        query_width = neox_args.head_geometry(number).query_hidden_size
+        total += 6.0 * _layer_matrices(neox_args, number) + 12.0 * query_width * seq_length
+    return total
+
+
+def kv_cache_bytes_per_token(neox_args) -> int:
+    """Bytes that one token of one sequence takes in the KV caches of all layers, in params_dtype."""
+    bytes_per_number = neox_args.params_dtype.itemsize
+    total = 0
+    for number in range(neox_args.num_layers):
+        geometry = neox_args.head_geometry(number)
+        key_heads = key_heads_per_partition(neox_args, number) * mpu.get_model_parallel_world_size()
+        total += (key_heads + geometry.num_kv_heads) * geometry.head_dim * bytes_per_number
+    return total
+
+
+def geometry_table(neox_args) -> str:
+    """The widths of the model as a small text table, for the start of a run."""
+    rows = _geometry_rows(neox_args)
+    left = max(len(name) for name, _ in rows)
+    right = max(len(value) for _, value in rows)
+    line = f"+-{'-' * left}-+-{'-' * right}-+"
+    body = [f"| {name:<{left}} | {value:<{right}} |" for name, value in rows]
+    return "\n".join([line, *body, line])
+
+
+def _geometry_rows(neox_args) -> List[Tuple[str, str]]:
+    geometry = neox_args.head_geometry()
+    hidden, query, qkv = geometry.hidden_size, geometry.query_hidden_size, geometry.qkv_hidden_size
+    rotary = f"{geometry.rotary_ndims} of {geometry.head_dim}" if geometry.rotary_ndims else "none"
+    ratio = "= hidden_size" if geometry.matches_hidden else f"{query / hidden:.3g} x hidden_size"
+    return [
+        ("layers", str(neox_args.num_layers)),
+        ("hidden_size", str(hidden)),
+        ("num_attention_heads", str(geometry.num_attention_heads)),
+        ("num_kv_heads", str(geometry.num_kv_heads)),
+        ("head_dim", str(geometry.head_dim)),
+        ("query width", f"{query} ({ratio})"),
+        ("key/value width", str(geometry.kv_hidden_size)),
+        ("QKV projection", f"{hidden} -> {qkv}"),
+        ("output projection", f"{query} -> {hidden}"),
+        ("MLP width", str(neox_args.mlp_geometry().ffn_hidden_size)),
+        ("rotary dimensions", rotary),
+        ("softmax scale", f"{neox_args.attention_scale():.6g}"),
+        ("KV cache per token", f"{kv_cache_bytes_per_token(neox_args):,} bytes ({neox_args.precision})"),
+        ("parameters", f"{num_parameters(neox_args):,}"),
+        ("FLOPs per token", f"{flops_per_token(neox_args):.4g} (forward + backward)"),
+    ]
+
+
+def _layer_matrices(neox_args, number: int) -> int:
+    """Parameters of one layer that multiply activations."""
+    geometry, mlp = neox_args.head_geometry(number), neox_args.mlp_geometry(number)
+    attention = geometry.hidden_size * (geometry.qkv_hidden_size + geometry.query_hidden_size)
+    return attention + mlp.hidden_size * (mlp.linear1_width + mlp.ffn_hidden_size)
+
+
+def _layer_parameters(neox_args, number: int) -> int:
+    geometry, mlp = neox_args.head_geometry(number), neox_args.mlp_geometry(number)
+    total = _layer_matrices(neox_args, number) + 2 * _norm_parameters(neox_args, geometry.hidden_size)
+    if neox_args.use_bias_in_attn_linear:
+        total += geometry.qkv_hidden_size + geometry.hidden_size
+    if neox_args.use_bias_in_mlp:
+        total += mlp.linear1_width + mlp.hidden_size
+    if neox_args.use_qk_layernorm:
+        total += _norm_parameters(neox_args, geometry.query_hidden_size)
+    return total
+
+
+def _norm_parameters(neox_args, width: int) -> int:
+    return 1 if neox_args.norm == "scalenorm" else _NORM_VECTORS[neox_args.norm] * width
