@@ -7,9 +7,7 @@ import torch.distributed as dist
 
 from megatron import mpu
 from megatron.model.attention.cache import KVCache
-
-FIRST_TRANSFORMER_LAYER = 2
-"""Index of the first transformer layer: 0 is the embedding, 1 swaps [b, s, h] to [s, b, h]."""
+from megatron.model.gpt2_model import FIRST_TRANSFORMER_LAYER
 
 
 class InferenceRunner:
