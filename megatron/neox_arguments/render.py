@@ -87,12 +87,12 @@ def _contents() -> str:
 def _group(group: type) -> str:
     docs = field_docstrings(group)
     entries = [_entry(field, docs.get(field.name, "")) for field in fields(group)]
-    return "\n".join([f"## {_title(group)}\n", f"{inspect.getdoc(group)}\n", *entries])
+    return "\n".join([f"## {_title(group)}\n", f"{_group_text(group)}\n", *entries])
 
 
 def _entry(field: Any, text: str) -> str:
-    facts = f"{type_name(field.type)}, default `{json.dumps(field.default)}`. Status: {status(field.name)}."
-    return f"### {field.name}\n\n{facts[0].upper()}{facts[1:]}\n\n{text}\n"
+    facts = f"Type: {type_name(field.type)}. Default: `{json.dumps(field.default)}`. Status: {status(field.name)}."
+    return f"### {field.name}\n\n{facts}\n\n{text}\n"
 
 
 def _title(group: type) -> str:
@@ -101,7 +101,11 @@ def _title(group: type) -> str:
 
 def _summary(group: type) -> str:
     count = len(fields(group))
-    return f"{count} argument{'s' * (count != 1)}. {inspect.getdoc(group)}"
+    return f"{count} arguments. {_group_text(group)}"
+
+
+def _group_text(group: type) -> str:
+    return " ".join(inspect.getdoc(group).split())
 
 
 def _is_docstring(node: ast.AST) -> bool:

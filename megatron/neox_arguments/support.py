@@ -22,9 +22,10 @@ HONOURED = frozenset(
     """.split()
     # Passed to DeepSpeed.
     + """
-    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer scheduler prescale_gradients
-    gradient_predivide_factor fp16 bf16 gradient_clipping zero_optimization steps_per_print wall_clock_breakdown
-    dump_state flops_profiler tensorboard wandb csv_monitor comms_logger checkpoint data_types deepspeed_extra_args
+    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer scheduler fp32_allreduce
+    prescale_gradients gradient_predivide_factor fp16 bf16 gradient_clipping zero_optimization steps_per_print
+    wall_clock_breakdown dump_state flops_profiler tensorboard wandb csv_monitor comms_logger checkpoint data_types
+    deepspeed_extra_args
     """.split()
     # Model.
     + """
@@ -81,8 +82,8 @@ DERIVED = frozenset(
 _SAME_FUNCTION = "the fused kernel computes the same function up to rounding; no separate kernel is used here"
 
 NO_EFFECT_ON_RESULTS: Dict[str, str] = {
-    "layernorm_fusion": _SAME_FUNCTION,
-    "rmsnorm_fusion": _SAME_FUNCTION,
+    "layernorm_fusion": "torch's layernorm, which is always used, is one kernel already",
+    "rmsnorm_fusion": "torch's one-pass kernel computes the same function up to rounding",
     "use_flashattn_swiglu": _SAME_FUNCTION,
     "scaled_upper_triang_masked_softmax_fusion": _SAME_FUNCTION,
     "scaled_masked_softmax_fusion": _SAME_FUNCTION,
@@ -90,8 +91,6 @@ NO_EFFECT_ON_RESULTS: Dict[str, str] = {
     "rope_fusion": _SAME_FUNCTION,
     "fused_kernels_build_path": "no kernel of ours is compiled, so nothing is placed there",
     "use_bias_in_norms": "rmsnorm, scalenorm and non_parametric_layernorm have no bias to switch off",
-    "fp32_allreduce": "tensor-parallel sums are taken in the precision of the activations; where that is fp32, or "
-    "there is one rank, nothing changes",
     "short_seq_prob": "only BERT-style data sets used it; the packed GPT data set has one sequence length",
     "git_hash": "a label kept with the configuration",
 }
@@ -260,12 +259,6 @@ def _combinations(values: Mapping[str, Any]) -> List[Tuple[bool, str]]:
             "use_bias_in_norms=False: layernorm always has its bias, as in GPT-NeoX; remove it",
         ),
         (
-            values.get("fp32_allreduce") is True
-            and _is_bfloat16(values)
-            and values.get("model_parallel_size") not in (None, 0, 1),
-            "fp32_allreduce=True: tensor-parallel sums in fp32 for bfloat16 models are not built; remove it",
-        ),
-        (
             bool(values.get("scheduler")) and str(optimizer).lower() != "onebitadam",
             f"scheduler={_short(values.get('scheduler'))}: the learning rate follows lr_decay_style, warmup and "
             "min_lr, so a DeepSpeed scheduler would be ignored; remove it",
@@ -287,11 +280,6 @@ def _combinations(values: Mapping[str, Any]) -> List[Tuple[bool, str]]:
 
 def _launcher(values: Mapping[str, Any]) -> str:
     return str(values.get("launcher") or "pdsh").lower()
-
-
-def _is_bfloat16(values: Mapping[str, Any]) -> bool:
-    enabled = _block(values, "bf16").get("enabled") is True
-    return enabled or str(values.get("precision")).lower() == "bfloat16"
 
 
 def _block(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -78,10 +78,6 @@ def test_false_where_the_default_is_true_is_not_off():
         ({"use_bias_in_norms": False}, True),
         ({"use_bias_in_norms": False, "norm": "layernorm"}, True),
         ({"use_bias_in_norms": False, "norm": "rmsnorm"}, False),
-        ({"fp32_allreduce": True, "precision": "fp16", "model_parallel_size": 2}, False),
-        ({"fp32_allreduce": True, "precision": "bfloat16"}, False),
-        ({"fp32_allreduce": True, "precision": "bfloat16", "model_parallel_size": 2}, True),
-        ({"fp32_allreduce": True, "bf16": {"enabled": True}, "model_parallel_size": 2}, True),
         ({"comment": "x"}, True),
         ({"comment": "x", "account": "y", "launcher": "slurm"}, False),
     ],
@@ -108,7 +104,6 @@ def test_attention_kinds(config, kinds):
 
 def test_wrong_types_are_left_to_the_type_check():
     refused_settings({"optimizer": "adam", "bf16": True, "checkpoint": 1, "norm": 3, "attention_config": 5})
-    refused_settings({"model_parallel_size": "2", "fp32_allreduce": True, "precision": "bfloat16"})
 
 
 def test_advice_names_the_setting_that_does_it():

@@ -33,8 +33,8 @@ class NeoXArgsDeepspeedConfig:
     itself; refused with any other, because `lr_decay_style`, `warmup` and `min_lr` set the learning rate."""
 
     fp32_allreduce: bool = False
-    """Take the sums over tensor-parallel ranks in fp32 when the model is bfloat16. Without effect in fp32, in fp16 and
-    on one tensor-parallel rank; refused for bfloat16 on several, where it is not built."""
+    """Take the sums over tensor-parallel ranks in fp32, whatever the type of the activations. It changes results for
+    half-precision models on several ranks only."""
 
     prescale_gradients: bool = False
     """Divide gradients by the data-parallel size before they are summed over replicas instead of after. DeepSpeed does

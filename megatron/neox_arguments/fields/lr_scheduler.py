@@ -17,7 +17,7 @@ class NeoXArgsLRScheduler:
     else the whole run."""
 
     lr_decay_fraction: Optional[float] = None
-    """The same as a share of `train_iters`, rounded down. Used when `lr_decay_iters` is null."""
+    """The same as a share of `train_iters`, rounded down. Excludes `lr_decay_iters`."""
 
     min_lr: float = 0.0
     """Floor of the learning rate after the warm-up. Must not exceed the peak."""

@@ -31,11 +31,11 @@ class NeoXArgsModel:
 
     mlp_multiple_of: int = 1
     """The MLP branch width that follows from `intermediate_size`, `expansion_factor` or the default is rounded up to a
-    multiple of this. Not applied to `ffn_hidden_size`."""
+    multiple of this. `ffn_hidden_size` is never rounded: it must be a multiple already."""
 
     expansion_factor: Optional[float] = None
-    """MLP width before the gating rule as a multiple of `hidden_size`; used when `intermediate_size` is null. Null: 4.
-    """
+    """MLP width before the gating rule as a multiple of `hidden_size`. Excludes `intermediate_size` and
+    `ffn_hidden_size`. Null: 4."""
 
     num_attention_heads: Optional[int] = None
     """Number of query heads. Required. Must be a multiple of `num_kv_heads` and of `model_parallel_size`."""
@@ -74,10 +74,11 @@ class NeoXArgsModel:
     Transformer Engine path is not built."""
 
     layernorm_fusion: bool = False
-    """Asks for a fused layernorm kernel. Accepted for compatibility; same function, no separate kernel here."""
+    """Asks for a fused layernorm kernel. Accepted for compatibility: torch's layernorm, which is always used, is one
+    kernel already."""
 
     rmsnorm_fusion: bool = False
-    """Asks for a fused rmsnorm kernel. Accepted for compatibility; same function, no separate kernel here."""
+    """Use torch's one-pass rmsnorm kernel. Same function up to rounding."""
 
     use_qk_layernorm: bool = False
     """Normalise queries and keys before the rotary embedding with one norm shared by both, of the kind `norm`, with a
@@ -105,8 +106,8 @@ class NeoXArgsModel:
     """Distance, in tokens, from which all positions share the last rpe bucket. Only for pos_emb rpe."""
 
     opt_pos_emb_offset: int = 0
-    """Added to every position before the learned or sinusoidal table is read; OPT models need 2. The table then has to
-    hold that many more rows."""
+    """Added to every position before the learned table is read; OPT models need 2. The table then has to hold that many
+    more rows. Only for pos_emb learned."""
 
     no_weight_tying: bool = False
     """Give the output head its own weight. False: the head reuses the word embedding."""
@@ -168,8 +169,9 @@ class NeoXArgsModel:
     """Standard deviation of the normal and scaled normal initialisations."""
 
     apply_query_key_layer_scaling: bool = False
-    """Divide the scores by the layer's number before they are stored and multiply them back inside an fp32 softmax. The
-    function is the same; it keeps fp16 scores in range."""
+    """In `global` attention, divide the scores by the layer's number and multiply them back inside an fp32 softmax,
+    which keeps fp16 scores in range. The same function up to rounding, except that the bias of alibi and rpe is
+    multiplied too, as in GPT-NeoX. Flash kernels need no such care."""
 
     use_cpu_initialization: bool = False
     """Draw initial weights on the CPU. Always so without a GPU. Weights do not depend on how the model is split, but
@@ -227,8 +229,8 @@ class NeoXArgsModel:
     with one sum over tensor-parallel ranks. False: one after the other."""
 
     gpt_j_tied: bool = False
-    """With `gpt_j_residual`: one norm, input_layernorm, feeds both branches. The second norm stays in the checkpoint,
-    unused."""
+    """One norm, input_layernorm, feeds both branches of a parallel residual; needs `gpt_j_residual`. The second norm
+    stays in the checkpoint, unused."""
 
     use_bias_in_norms: bool = True
     """Without effect for norms that have no bias (rmsnorm, scalenorm, non_parametric_layernorm). False together with

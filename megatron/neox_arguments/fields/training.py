@@ -246,7 +246,8 @@ class NeoXArgsTraining:
     """Probability of dropping elements of the embedding and of every residual branch. Only during training."""
 
     weight_decay: float = 0.1
-    """Weight decay of all parameters except biases and those of norms. 0: none."""
+    """Weight decay of all parameters except biases and those of norms, applied apart from the gradient (AdamW) by the
+    Adam optimizers. sm3 has none. 0: none."""
 
     checkpoint_activations: bool = False
     """Keep only the inputs of every `checkpoint_num_layers` layers and recompute the rest in the backward pass: less
