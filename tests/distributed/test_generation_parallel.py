@@ -1,0 +1,117 @@
+"""Greedy and sampled generation over tensor-parallel ranks and pipeline stages equals one process, token for token."""
+
+import io
+import time
+
+import pytest
+import torch
+
+from megatron.errors import DataError
+from megatron.initialize import initialize_megatron
+from megatron.model.gpt2_model import build_model
+from megatron.text_generation import (
+    InferenceRunner,
+    generate_samples_from_prompt,
+    generate_samples_input_from_file,
+    generate_samples_interactive,
+    stream_tokens,
+)
+from megatron.text_generation.collective import from_rank_0, from_rank_0_when_ready
+from tests.helpers import geometries
+from tests.helpers.distributed import run_distributed
+from tests.unit.test_generation_model import EXTRAS, NO_EOS, POSITIONS, PROMPTS, VOCABULARY, generation_args
+
+STEPS = 14
+SAMPLED = dict(temperature=1.3, top_k=20, top_p=0.9)
+WIDE, NARROW, GQA = geometries.WIDE_NON_DIVISIBLE, geometries.NARROW, geometries.GQA_TP4
+POSITION_CASES = {
+    name: {**geometry, **POSITIONS[name]}
+    for name, geometry in zip(POSITIONS, [WIDE, NARROW, GQA, WIDE, GQA, NARROW, WIDE], strict=True)
+}
+EXTRA_CASES = {
+    name: {**WIDE, **EXTRAS[name]}
+    for name in ("qk_rmsnorm", "window", "flash", "swiglu_rmsnorm_tied", "gpt_j_residual")
+}
+CASES = {**POSITION_CASES, **EXTRA_CASES}
+PIPELINE_CASES = {name: case for name, case in CASES.items() if case["pos_emb"] != "rpe"}
+
+
+def generate(settings, **options):
+    neox_args = generation_args(**settings, return_logits=True)
+    initialize_megatron(neox_args)
+    runner = InferenceRunner(neox_args, build_model(neox_args))
+    *_, state = stream_tokens(neox_args, runner, PROMPTS, eos_token_id=NO_EOS, maximum_tokens=STEPS, **options)
+    return state.tokens.tolist(), state.logits.numpy()
+
+
+def rank_generates(rank, world_size, cases, layout):
+    results = {}
+    for name, settings in cases.items():
+        settings = {**settings, **layout}
+        tokens, logits = generate(settings)
+        sampled, _ = generate(settings, **SAMPLED)
+        recomputed, _ = generate(settings, recompute=True)
+        results[name] = (tokens, logits, sampled, recomputed)
+    return results
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """Every case in one process without a pipeline."""
+    return run_distributed(1, rank_generates, CASES, {}, tmp_path=tmp_path_factory.mktemp("one"))[0]
+
+
+@pytest.mark.parametrize(
+    "layout, cases",
+    [
+        (dict(pipe_parallel_size=1), PIPELINE_CASES),
+        (dict(model_parallel_size=2), CASES),
+        (dict(pipe_parallel_size=2), PIPELINE_CASES),
+        (dict(pipe_parallel_size=2, model_parallel_size=2), {"rotary": CASES["rotary"], "alibi": CASES["alibi"]}),
+        (dict(pipe_parallel_size=1, model_parallel_size=2), {"learned": CASES["learned"]}),
+    ],
+    ids=["pp1", "tp2", "pp2", "pp2_tp2", "pp1_tp2"],
+)
+def test_layouts_equal_one_process(layout, cases, one_process, tmp_path):
+    world_size = layout.get("pipe_parallel_size", 1) * layout.get("model_parallel_size", 1)
+    ranks = run_distributed(world_size, rank_generates, cases, layout, tmp_path=tmp_path)
+    for rank, results in enumerate(ranks):
+        for name, (tokens, logits, sampled, recomputed) in results.items():
+            expected_tokens, expected_logits, expected_sampled, _ = one_process[name]
+            assert tokens == expected_tokens, f"{name}, rank {rank}: greedy with cache"
+            assert recomputed == expected_tokens, f"{name}, rank {rank}: greedy without cache"
+            assert sampled == expected_sampled != expected_tokens, f"{name}, rank {rank}: sampled"
+            torch.testing.assert_close(
+                torch.from_numpy(logits), torch.from_numpy(expected_logits), atol=1e-4, rtol=1e-4
+            )
+
+
+def rank_shares(rank, world_size, folder):
+    """What only rank 0 knows reaches the others, its errors too; returns what each rank saw."""
+    prompts = f"{folder}/prompts.txt"
+    if rank == 0:
+        with open(prompts, "w") as file:
+            file.write("5 17 99\n77")
+    seen = [from_rank_0(lambda: rank), from_rank_0_when_ready(lambda: time.sleep(0.3) or rank, interval=0.05)]
+    neox_args = generation_args(**WIDE, pos_emb="rotary", model_parallel_size=world_size)
+    initialize_megatron(neox_args)
+    runner = InferenceRunner(neox_args, build_model(neox_args))
+    seen.append(generate_samples_input_from_file(neox_args, runner, prompts, maximum_tokens=5))
+    with pytest.raises(DataError, match="nowhere.txt: No such file"):
+        generate_samples_input_from_file(neox_args, runner, f"{folder}/nowhere.txt" if rank == 0 else prompts)
+    with pytest.raises(DataError, match="leaves no room"):
+        generate_samples_from_prompt(neox_args, runner, "1 " * 24)
+    import sys
+
+    sys.stdin = io.StringIO("5 17 99\n" if rank == 0 else "1\n2\n3\n")
+    generate_samples_interactive(neox_args, runner, maximum_tokens=5)
+    return seen
+
+
+def test_rank_0_reads_and_every_rank_knows(tmp_path):
+    first, second = run_distributed(2, rank_shares, str(tmp_path), tmp_path=tmp_path)
+    assert first[:2] == second[:2] == [0, 0]
+    assert [record["text"] for record in first[2]] == [record["text"] for record in second[2]]
+    assert [record["context"] for record in first[2]] == ["5 17 99", "77"]
+    assert all(int(token) < VOCABULARY for record in first[2] for token in (record["text"] or "").split())
+    assert sorted(path.name for path in tmp_path.glob("prompts*")) == ["prompts.txt", "prompts.txt.output.jsonl"]
