@@ -50,6 +50,7 @@ def _initialize_distributed(neox_args) -> None:
     if not dist.is_initialized() and not launched:
         # No address, no port: nothing that another run on this machine could be using.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed's engine insists on it
     deepspeed.init_distributed(
         dist_backend=backend,
         auto_mpi_discovery=launched and not dist.is_initialized(),

@@ -17,6 +17,10 @@ from megatron.mpu.groups import (
 )
 from megatron.mpu.utils import divide
 
+# torch 2.13 renames the collectives on one tensor; the old names still work but warn.
+_gather_pieces = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_sum_and_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def _all_reduce(tensor: torch.Tensor) -> torch.Tensor:
     """Sum over the ranks, in a new tensor."""
@@ -36,7 +40,7 @@ def _all_gather(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     """All ranks' pieces, joined along dim in rank order."""
     world_size = get_model_parallel_world_size()
     stacked = tensor.new_empty(_times(tensor.shape, 0, world_size))
-    dist.all_gather_into_tensor(stacked, tensor.contiguous(), group=get_model_parallel_group())
+    _gather_pieces(stacked, tensor.contiguous(), group=get_model_parallel_group())
     # The collective joins along dimension 0.
     return stacked if dim == 0 else torch.cat(stacked.chunk(world_size, 0), dim)
 
@@ -49,7 +53,7 @@ def _reduce_scatter(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     stacked = tensor if dim == 0 else torch.cat(tensor.split(size, dim), 0)
     stacked = stacked.to(dtype).contiguous()
     piece = stacked.new_empty((stacked.shape[0] // world_size, *stacked.shape[1:]))
-    dist.reduce_scatter_tensor(piece, stacked, group=get_model_parallel_group())
+    _sum_and_scatter(piece, stacked, group=get_model_parallel_group())
     return piece.to(tensor.dtype)
 
 
