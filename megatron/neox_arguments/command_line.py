@@ -5,6 +5,7 @@ import base64
 import json
 import os
 import secrets
+import shlex
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from megatron.errors import ConfigError
@@ -106,9 +107,7 @@ def runner_args(args: Any) -> List[str]:
         if value != field.default:
             flags[name] = value
     flags["autotuning"] = flags.pop("autotuning_run", None)
-    if not args.deepspeed_slurm:
-        flags.pop("comment", None)
-        flags.pop("account", None)
+    slurm_options = [f"--{name}={flags.pop(name)}" for name in ("comment", "account") if name in flags]
     flags.setdefault("hostfile", os.environ.get("DLTS_HOSTFILE"))
     flags.setdefault("master_addr", os.environ.get("MASTER_ADDR"))
     if "include" in flags or "exclude" in flags:  # DeepSpeed takes one way of choosing devices
@@ -116,6 +115,8 @@ def runner_args(args: Any) -> List[str]:
         flags.pop("num_nodes", None)
     result = [part for name, value in flags.items() for part in _flag(name, value)]
     values = {**args.given(), "global_num_gpus": args.global_num_gpus}
+    if slurm_options:
+        result.append(f"--launcher_args={shlex.join(slurm_options)}")
     configs = ["--deepspeed_config", encode(args.deepspeed_config), "--megatron_config", encode(values)]
     return [*result, args.user_script, *configs]
 

@@ -120,6 +120,9 @@ def _machinery(settings: Any) -> Iterator[str]:
         yield f"distributed_backend={settings.distributed_backend!r} must be one of {', '.join(_BACKENDS)}"
     if settings.include and settings.exclude:
         yield f"include={settings.include} and exclude={settings.exclude} cannot be used together"
+    for name in ("comment", "account"):
+        if getattr(settings, name) and settings.launcher != "slurm":
+            yield f"{name}={getattr(settings, name)} is an option of launcher=slurm, not {settings.launcher}; remove it"
     if settings.profile and not 0 <= settings.profile_step_start < settings.profile_step_stop:
         yield (
             f"profile_step_start={settings.profile_step_start} must come before "
