@@ -1,0 +1,110 @@
+"""Weights without an optimizer: for generation, fine-tuning and another pipe_parallel_size."""
+
+from contextlib import nullcontext
+from typing import Any, Dict, List
+
+import deepspeed
+import torch
+
+from megatron import mpu
+from megatron.checkpointing.checks import args_problems, raise_problems
+from megatron.checkpointing.folders import find_checkpoint
+from megatron.checkpointing.ranks import say, together
+from megatron.checkpointing.reader import CheckpointReader
+from megatron.checkpointing.stamp import check_stamp
+from megatron.errors import CheckpointError
+
+
+def load_model_weights(neox_args, model, iteration=None) -> int:
+    """Fill `model` (GPT2ModelPipe or GPT2ModelSequential) from `neox_args.load`; returns the checkpoint's iteration.
+
+    Any pipe_parallel_size reads any other's files; model_parallel_size must be equal. Values are converted to the
+    model's dtype. Raises CheckpointError, before anything is changed, if there is no checkpoint, if it is of another
+    geometry or has other settings, or if any name or shape differs; all differences are listed.
+    """
+    with together():
+        folder = find_checkpoint(neox_args.load, iteration) if neox_args.load else None
+        if folder is None:
+            raise CheckpointError(f"load={neox_args.load} holds no checkpoint; name a folder with a global_step<N>")
+        check_stamp(neox_args, folder)
+        reader = CheckpointReader(folder)
+        problems = tensor_parallel_problems(neox_args, reader) + args_problems(neox_args, reader.args)
+        raise_problems(folder, problems)
+        raise_problems(folder, weight_problems(model, reader, mpu.get_model_parallel_rank()))
+    fill(model, reader, mpu.get_model_parallel_rank())
+    say(f"loaded the weights in {folder}")
+    return reader.iteration or 0
+
+
+def layers_of(model) -> Dict[int, Dict[str, torch.Tensor]]:
+    """{layer index: {name: tensor}} of the weights that this rank keeps, as a checkpoint names them."""
+    if hasattr(model, "forward_funcs"):  # DeepSpeed's PipelineModule: this stage's layers
+        modules = enumerate(model.forward_funcs, start=model._local_start)
+        states = ((index, module.state_dict(keep_vars=True)) for index, module in modules if _has_weights(module))
+        return {index: dict(state) for index, state in states if state}
+    layers: Dict[int, Dict[str, torch.Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        _, index, rest = name.split(".", 2)
+        layers.setdefault(int(index), {})[rest] = tensor
+    return layers
+
+
+def weight_problems(model, reader: CheckpointReader, tp_rank: int) -> List[str]:
+    """Every missing, unexpected or differently shaped tensor, as lines."""
+    wanted = layers_of(model)
+    problems = []
+    for index in sorted(set(wanted) | _present(model, reader, tp_rank)):
+        saved, ours = reader.layer_state(index, tp_rank), wanted.get(index, {})
+        for name in sorted(set(saved) | set(ours)):
+            if name not in saved:
+                problems.append(f"layer {index} {name}: missing in the checkpoint")
+            elif name not in ours:
+                problems.append(f"layer {index} {name}: in the checkpoint, but this model has no such parameter")
+            elif tuple(saved[name].shape) != _shape(ours[name]):
+                shapes = f"{list(saved[name].shape)} in the checkpoint, {list(_shape(ours[name]))} in the model"
+                problems.append(f"layer {index} {name}: shape {shapes}")
+    return problems
+
+
+def tensor_parallel_problems(neox_args, reader: CheckpointReader) -> List[str]:
+    """Splitting or joining tensor-parallel shards is a conversion, not a load."""
+    if reader.model_parallel_size == neox_args.model_parallel_size:
+        return []
+    return [
+        f"model_parallel_size: {reader.model_parallel_size} in the checkpoint, {neox_args.model_parallel_size} in the "
+        "config; set it to the checkpoint's (loading does not join or split tensor-parallel shards)"
+    ]
+
+
+def fill(model, reader: CheckpointReader, tp_rank: int) -> None:
+    """Copy a checkpoint's tensors into a model whose names and shapes agree with it."""
+    with torch.no_grad():
+        for index, tensors in layers_of(model).items():
+            state = reader.layer_state(index, tp_rank)
+            with _writable(tensors.values()):
+                for name, tensor in tensors.items():
+                    tensor.copy_(state[name])
+    if hasattr(model, "_synchronize_tied_weights"):
+        model._synchronize_tied_weights()
+
+
+def _has_weights(module: Any) -> bool:
+    return hasattr(module, "state_dict") and hasattr(module, "load_state_dict")
+
+
+def _present(model, reader: CheckpointReader, tp_rank: int) -> set:
+    """The saved layers that this rank's model should have a place for."""
+    indices = set(reader.layer_indices(tp_rank))
+    if hasattr(model, "forward_funcs"):
+        return indices & set(range(model._local_start, model._local_stop))
+    return indices
+
+
+def _shape(tensor: torch.Tensor) -> tuple:
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def _writable(tensors):
+    """Under ZeRO stage 3 a parameter is in pieces: it is joined, filled, and cut again on leaving."""
+    parts = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
+    return deepspeed.zero.GatheredParameters(parts, modifier_rank=0) if parts else nullcontext()

@@ -1,0 +1,228 @@
+"""Saving and resuming a small DeepSpeed engine: exactness, bad input, a kill during a save."""
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from tests.helpers.checkpoints import plain_args, tiny_engine, tiny_steps
+from tests.helpers.distributed import run_distributed
+
+
+def _error(function, *args, **kwargs):
+    from megatron.errors import CheckpointError
+
+    try:
+        function(*args, **kwargs)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _resume_exactly(rank, world_size, folder):
+    from megatron.checkpointing import load_checkpoint, save_checkpoint
+
+    results = {}
+    for stage in (0, 1, 2, 3):
+        args = plain_args(os.path.join(folder, f"zero{stage}"), os.path.join(folder, f"zero{stage}"))
+        engine = tiny_engine(zero_stage=stage)
+        tiny_steps(engine, 3)
+        save_checkpoint(args, 3, engine)
+        expected = tiny_steps(engine, 3, first=3)
+        other = tiny_engine(seed=1, zero_stage=stage)
+        reached = load_checkpoint(args, other)
+        results[stage] = (reached, other.global_steps, expected, tiny_steps(other, 3, first=3))
+    return results
+
+
+def test_resume_gives_the_same_losses_at_every_zero_stage(tmp_path):
+    for results in run_distributed(2, _resume_exactly, str(tmp_path), tmp_path=tmp_path):
+        for stage, (reached, steps, expected, resumed) in results.items():
+            assert (reached, steps) == (3, 3), stage
+            assert resumed == expected, stage
+
+
+def _bad_input(rank, world_size, folder):
+    from megatron.checkpointing import load_checkpoint, save_checkpoint
+
+    root = os.path.join(folder, "run")
+    args = plain_args(root, root)
+    engine = tiny_engine()
+    save_checkpoint(args, 1, engine)
+    tiny_steps(engine, 2)
+    save_checkpoint(args, 2, engine)
+    path = os.path.join(root, "global_step2", "mp_rank_00_model_states.pt")
+    found = {
+        "none": load_checkpoint(plain_args(load=os.path.join(folder, "nothing")), engine),
+        "first": load_checkpoint(args, tiny_engine(), iteration=1),
+        "asked": _error(load_checkpoint, args, engine, iteration=7),
+        "width": _error(load_checkpoint, args, tiny_engine(width=7)),
+        "args": _error(
+            load_checkpoint, plain_args(load=root, padded_vocab_size=256, tokenizer_type="HFTokenizer"), engine
+        ),
+        "tp": _error(load_checkpoint, plain_args(load=root, model_parallel_size=2), engine),
+        "pp": _error(load_checkpoint, plain_args(load=root, pipe_parallel_size=1), engine),
+        "zero": _error(load_checkpoint, args, tiny_engine(zero_stage=1)),
+    }
+    geometry = dict(hidden_size=64, num_attention_heads=8, head_dim=8)
+    with open(path, "rb") as file:
+        contents = file.read()
+    with open(path, "wb") as file:
+        file.write(contents[: len(contents) // 2])
+    found["geometry"] = _error(load_checkpoint, plain_args(load=root, geometry=geometry), engine)
+    found["cut"] = _error(load_checkpoint, args, engine)
+    os.remove(path)
+    found["gone"] = _error(load_checkpoint, args, engine)
+    return found
+
+
+def test_bad_input_is_named(tmp_path):
+    (found,) = run_distributed(1, _bad_input, str(tmp_path), tmp_path=tmp_path)
+    assert found["none"] == 0
+    assert found["first"] == 1
+    assert "iterations available: 1, 2" in found["asked"]
+    assert "layer 0 weight: shape [6, 6] in the checkpoint, [7, 7] in the model" in found["width"]
+    assert "layer 1 weight: shape [1, 6] in the checkpoint, [1, 7] in the model" in found["width"]
+    assert "padded_vocab_size: 128 in the checkpoint, 256 in the config" in found["args"]
+    assert "tokenizer_type: 'CharLevelTokenizer' in the checkpoint, 'HFTokenizer' in the config" in found["args"]
+    assert "model_parallel_size: 1 in the checkpoint, 2 in the config" in found["tp"]
+    assert "pipe_parallel_size: 0 in the checkpoint, 1 in the config" in found["pp"]
+    assert "zero_optimization.stage: 0 in the checkpoint, 1 in the config" in found["zero"]
+    assert "head_dim: 16 in the checkpoint, 8 in the config" in found["geometry"], "before the broken file is opened"
+    assert "damaged or not complete" in found["cut"]
+    assert "holds no model" in found["gone"]
+
+
+def _files(rank, world_size, folder):
+    import torch
+
+    from megatron.checkpointing import load_checkpoint, save_checkpoint
+
+    root = os.path.join(folder, "run")
+    args = plain_args(root, root, keep_last_n_checkpoints=2)
+    engine = tiny_engine()
+    for iteration in (1, 2, 3, 3):
+        save_checkpoint(args, iteration, engine)
+    state = torch.load(os.path.join(root, "global_step3", "mp_rank_00_model_states.pt"), weights_only=False)
+    listed = {name: sorted(os.listdir(os.path.join(root, name))) for name in os.listdir(root) if name != "latest"}
+    other = os.path.join(folder, "other")
+    without = plain_args(other, other, no_save_optim=True, no_save_rng=True)
+    save_checkpoint(without, 5, engine)
+    bare = torch.load(os.path.join(without.save, "global_step5", "mp_rank_00_model_states.pt"), weights_only=False)
+    refused = _error(load_checkpoint, without, engine)
+    without.no_load_optim = True
+    refused_rng = _error(load_checkpoint, without, engine)
+    without.no_load_rng = True
+    reached = load_checkpoint(without, engine)
+    without.finetune = True
+    return SimpleNamespace(
+        listed=listed,
+        keys=sorted(state),
+        args=state["args"],
+        bare=(bare["optimizer"], sorted(bare)),
+        config=open(os.path.join(root, "global_step3", "configs", "tiny.yml")).read(),
+        refused=refused,
+        refused_rng=refused_rng,
+        reached=(reached, load_checkpoint(without, engine)),
+    )
+
+
+RNG_KEYS = {"random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states"}
+
+
+def test_files_and_keys(tmp_path):
+    (found,) = run_distributed(1, _files, str(tmp_path), tmp_path=tmp_path)
+    names = ["configs", "head_geometry.json", "mp_rank_00_model_states.pt"]
+    assert found.listed == {"global_step2": names, "global_step3": names}
+    deepspeed_keys = set(found.keys) - RNG_KEYS - {"iteration", "args"}
+    assert {"module", "optimizer", "lr_scheduler", "global_steps", "ds_config"} <= deepspeed_keys
+    assert RNG_KEYS | {"iteration", "args"} <= set(found.keys)
+    assert set(found.args) == {
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "max_position_embeddings",
+        "make_vocab_size_divisible_by",
+        "padded_vocab_size",
+        "tokenizer_type",
+        "model_parallel_size",
+    }
+    assert found.config == "hidden-size: 64\n"
+    assert found.bare[0] is None and not RNG_KEYS & set(found.bare[1])
+    assert "no optimizer state" in found.refused
+    assert "no_load_rng" in found.refused_rng
+    assert found.reached == (5, 0), "finetune starts at 0"
+
+
+def _no_space(rank, world_size, folder):
+    from megatron.checkpointing import load_checkpoint, safe_load, save_checkpoint
+    from megatron.errors import CheckpointError
+
+    root = os.path.join(folder, "run")
+    args = plain_args(root, root)
+    engine = tiny_engine(zero_stage=1)
+    save_checkpoint(args, 1, engine)
+    really = safe_load.save_file
+
+    def full(contents, path, zipped=True):
+        if "pp_rank_1" in path:
+            raise CheckpointError(f"cannot write {path}")
+        really(contents, path, zipped)
+
+    safe_load.save_file = full
+    message = _error(save_checkpoint, args, 2, engine)
+    safe_load.save_file = really
+    return message, sorted(os.listdir(root)), load_checkpoint(args, engine)
+
+
+def test_one_rank_that_cannot_write_fails_the_save_on_all(tmp_path):
+    for message, names, reached in run_distributed(2, _no_space, str(tmp_path), tmp_path=tmp_path):
+        assert "cannot write" in message
+        assert reached == 1
+        assert [name for name in names if "2" in name and "zero_to" not in name] == []
+
+
+def _save_for_ever(store, root, started):
+    import torch.distributed as dist
+
+    from megatron.checkpointing import save_checkpoint
+
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    engine = tiny_engine(zero_stage=1)
+    args = plain_args(root, keep_last_n_checkpoints=2)
+    started.set()
+    for iteration in range(100000):
+        save_checkpoint(args, iteration // 2, engine)  # each one twice: also the overwriting
+
+
+def _load_latest(rank, world_size, root):
+    from megatron.checkpointing import load_checkpoint, save_checkpoint
+
+    args = plain_args(root, root)
+    engine = tiny_engine(seed=5, zero_stage=1)
+    reached = load_checkpoint(args, engine)
+    save_checkpoint(args, reached + 1, engine)
+    return reached, load_checkpoint(args, engine), sorted(os.listdir(root))
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_killed_while_saving(tmp_path, attempt):
+    root, context = str(tmp_path / "run"), multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.helpers.preload"])
+    started = context.Event()
+    process = context.Process(target=_save_for_ever, args=(str(tmp_path / "store"), root, started), daemon=True)
+    process.start()
+    assert started.wait(60)
+    while not os.path.exists(os.path.join(root, "latest")):
+        time.sleep(0.01)
+    time.sleep(random.Random(attempt).uniform(0.1, 0.6))
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    ((reached, after, names),) = run_distributed(1, _load_latest, root, tmp_path=tmp_path)
+    assert after == reached + 1
+    assert not [name for name in names if name.startswith(".")]
