@@ -263,23 +263,12 @@ def _combinations(values: Mapping[str, Any]) -> List[Tuple[bool, str]]:
             f"scheduler={_short(values.get('scheduler'))}: the learning rate follows lr_decay_style, warmup and "
             "min_lr, so a DeepSpeed scheduler would be ignored; remove it",
         ),
-        *(
-            (
-                bool(values.get(name)) and _launcher(values) != "slurm",
-                f"{name}={values.get(name)!r}: only the slurm launcher passes it on; set launcher: slurm or remove it",
-            )
-            for name in ("comment", "account")
-        ),
         (
             bool(other_keys),
             f"checkpoint={_short(values.get('checkpoint'))}: only {', '.join(_CHECKPOINT_KEYS)} can be set; "
             f"remove {', '.join(other_keys)}",
         ),
     ]
-
-
-def _launcher(values: Mapping[str, Any]) -> str:
-    return str(values.get("launcher") or "pdsh").lower()
 
 
 def _block(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -78,8 +78,6 @@ def test_false_where_the_default_is_true_is_not_off():
         ({"use_bias_in_norms": False}, True),
         ({"use_bias_in_norms": False, "norm": "layernorm"}, True),
         ({"use_bias_in_norms": False, "norm": "rmsnorm"}, False),
-        ({"comment": "x"}, True),
-        ({"comment": "x", "account": "y", "launcher": "slurm"}, False),
     ],
 )
 def test_refusal_by_value_and_by_combination(values, refused):

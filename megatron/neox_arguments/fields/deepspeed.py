@@ -75,8 +75,8 @@ class NeoXArgsDeepspeedConfig:
     """GPT-NeoX's counter of the present curriculum length. Refused unless default, like `curriculum_learning`."""
 
     steps_per_print: int = 10
-    """Number of optimizer steps between DeepSpeed's own reports (timers, samples per second). The training log has its
-    own `log_interval`."""
+    """Number of optimizer steps between DeepSpeed's own reports. They are shown with `wall_clock_breakdown` or
+    `dump_state`; the training log has its own `log_interval`."""
 
     wall_clock_breakdown: bool = False
     """Time forward, backward, gradient reduction and optimizer step separately and report them. Synchronises the

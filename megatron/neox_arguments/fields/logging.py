@@ -15,7 +15,7 @@ class NeoXArgsLogging:
     """Group under which the run is filed, so that several ranks or restarts appear together."""
 
     wandb_run_name: Optional[str] = None
-    """Name of the run. Null: Weights & Biases invents one."""
+    """Name of the run; with `wandb_init_all_ranks` the rank is added. Null: Weights & Biases invents one."""
 
     wandb_team: Optional[str] = None
     """Team or user the run belongs to. Null: the logged-in user."""

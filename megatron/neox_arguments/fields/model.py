@@ -202,10 +202,10 @@ class NeoXArgsModel:
         "small_init",
         "single_residual_scaled_normal",
     ] = "normal"
-    """Initialisation of the embedding, QKV and first MLP weights. normal: std init_method_std; scaled_normal: std /
-    sqrt(2 x layers); single_residual_scaled_normal: std / sqrt(layers); small_init: std sqrt(2 / (5 x hidden_size));
-    wang_init: std 2 / (layers x sqrt(hidden_size)); orthogonal, scaled_orthogonal, xavier_uniform, xavier_normal as
-    usual."""
+    """Initialisation of the embedding, QKV and first MLP weights. normal: std init_method_std; scaled_normal: that /
+    sqrt(2 x layers); single_residual_scaled_normal: that / sqrt(layers); small_init: std sqrt(2 / (5 x hidden_size));
+    wang_init: std 2 / (layers x sqrt(hidden_size)); orthogonal: gain sqrt(2), scaled_orthogonal: sqrt(2 / layers);
+    xavier_uniform and xavier_normal as published."""
 
     output_layer_init_method: Literal[
         "normal",

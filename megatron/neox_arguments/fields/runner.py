@@ -9,8 +9,8 @@ class NeoXArgsDeepspeedRunner:
     """Settings that deepy.py hands to DeepSpeed's launcher as command-line options."""
 
     hostfile: Optional[str] = None
-    """Path of a file that lists the hosts of a run, one `name slots=count` per line. Null: `/job/hostfile` or the file
-    named by the environment variable DLTS_HOSTFILE if there is one, else this machine alone."""
+    """Path of a file that lists the hosts of a run, one `name slots=count` per line. Null: the file named by the
+    environment variable DLTS_HOSTFILE, else `/job/hostfile` if there is one, else this machine alone."""
 
     include: Optional[str] = None
     """Hosts and devices to use out of the hostfile, e.g. `worker-0@worker-1:0,2` for all of worker-0 and two devices of
@@ -27,8 +27,8 @@ class NeoXArgsDeepspeedRunner:
     machine without GPUs, pipeline stages times tensor-parallel size."""
 
     master_port: int = 29500
-    """TCP port on which the processes find each other. Another free one is taken when the default is busy; a port set
-    here is used as it is."""
+    """TCP port on which the processes find each other. Null or unset on one machine: a free one; with a hostfile, the
+    default."""
 
     master_addr: Optional[str] = None
     """Address of the host with rank 0. Null: the launcher finds it out. The environment variable MASTER_ADDR goes

@@ -39,8 +39,8 @@ class NeoXArgsTextgen:
     """Text file of prompts for input-file generation."""
 
     sample_output_file: str = "samples.txt"
-    """File for generated samples, one JSON object per line. For input files a null value means the input's name plus
-    `.output.jsonl`."""
+    """File for generated samples, one JSON object per line. For an input file the default stands for the input's name
+    plus `.output.jsonl`."""
 
     num_samples: int = 1
     """Samples that unconditional generation makes."""

@@ -197,7 +197,7 @@ class NeoXArgsTraining:
     """Leave the random generators' states out of checkpoints. Dropout then differs after resuming."""
 
     no_load_optim: bool = False
-    """Load only the weights and start the optimizer afresh."""
+    """Load the weights, the random generators and the iteration, but start the optimizer and the schedule afresh."""
 
     no_load_rng: bool = False
     """Do not restore the random generators on loading."""
@@ -212,7 +212,8 @@ class NeoXArgsTraining:
     """Number of optimizer steps to train. Exclusive with `train_epochs`."""
 
     train_epochs: Optional[int] = None
-    """Passes over the training data instead of `train_iters`. Without data weights other than 1."""
+    """Passes over the training data, from which the number of steps then follows; exclusive with `train_iters`. Goes
+    with neither `weight_by_num_documents` nor unequal `train_data_weights`."""
 
     eval_iters: int = 100
     """Batches per evaluation, each of the size of a training batch. 0: no evaluation."""
