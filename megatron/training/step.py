@@ -1,0 +1,57 @@
+"""One optimizer step, with or without pipeline."""
+
+import math
+from typing import Any, Dict, Iterator, Optional
+
+import torch
+import torch.distributed as dist
+
+from megatron import mpu
+from megatron.training.batch import get_batch
+from megatron.training.engine import loss_scale
+
+
+def train_step(neox_args, engine, data_iterator: Iterator) -> Dict[str, Any]:
+    """Run gradient_accumulation_steps micro batches forward and backward and step the optimizer once.
+
+    Returns, equal on every rank: loss (mean over micro batches and data-parallel ranks, nats per token), lr (the rate
+    of this step), grad_norm (of the whole model, before clipping; None if it was not finite), skipped (the weights
+    were left as they are, because a gradient was not finite), loss_scale (fp16 only, else None).
+    """
+    rate = engine.optimizer.param_groups[0]["lr"]
+    scale = loss_scale(engine)
+    if neox_args.is_pipe_parallel:
+        loss = engine.train_batch(data_iter=data_iterator)
+    else:
+        loss = _accumulate(neox_args, engine, data_iterator)
+    own = engine.neox_grad_norm
+    skipped = own.skipped if own is not None else not engine.was_step_applied()
+    norm = own.value if own is not None else engine.get_global_grad_norm()
+    return dict(loss=float(loss), lr=rate, grad_norm=_finite(norm), skipped=skipped, loss_scale=scale)
+
+
+def _accumulate(neox_args, engine, data_iterator: Iterator) -> torch.Tensor:
+    losses = []
+    for _ in range(neox_args.gradient_accumulation_steps):
+        inputs, targets = get_batch(neox_args, next(data_iterator))
+        loss = engine.neox_loss(engine(inputs), targets)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    return mean_over_replicas(torch.stack(losses).mean())
+
+
+def mean_over_replicas(value: torch.Tensor) -> torch.Tensor:
+    """The mean of a scalar over the data-parallel ranks."""
+    group, size = mpu.get_data_parallel_group(), mpu.get_data_parallel_world_size()
+    if size == 1:
+        return value
+    total = value.clone()
+    dist.all_reduce(total, group=group)
+    return total / size
+
+
+def _finite(norm: Any) -> Optional[float]:
+    """DeepSpeed reports an overflow as infinity or -1."""
+    norm = None if norm is None else float(norm)
+    return norm if norm is not None and math.isfinite(norm) and norm >= 0.0 else None
