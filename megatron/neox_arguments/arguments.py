@@ -24,7 +24,7 @@ class NeoXArgs(*GROUPS):
     """
 
     def __init__(self, **values: Any):
-        process = environment.this_process(values.get("deepspeed_slurm") is True)
+        process = environment.this_process(values.get("deepspeed_slurm"), values.get("launcher"))
         resolved = resolve(values, world_size=process.world_size if process else None)
         vars(self).update(resolved.values)
         self._given = resolved.given
@@ -89,7 +89,7 @@ class NeoXArgs(*GROUPS):
             from deepspeed.comm import mpi_discovery
 
             mpi_discovery()
-        process = environment.this_process(self.deepspeed_slurm)
+        process = environment.this_process(self.deepspeed_slurm, self.launcher)
         if process is not None:
             environment.publish(process, self.master_addr, self.master_port)
         self.rank, self.local_rank, self.world_size = process or environment.Process(0, 0, 1)

@@ -13,13 +13,16 @@ class Process(NamedTuple):
     world_size: int
 
 
-def this_process(deepspeed_slurm: bool = False, environ: Mapping[str, str] = os.environ) -> Optional[Process]:
-    """The process as the launcher describes it, or None when no launcher started it.
+def this_process(
+    deepspeed_slurm: Optional[bool] = False, launcher: Optional[str] = None, environ: Mapping[str, str] = os.environ
+) -> Optional[Process]:
+    """The process as its launcher describes it, or None when no launcher started it.
 
-    SLURM's own variables are used only on request: they are also set in an interactive session, where nothing has
-    been launched.
+    SLURM's own variables are used only when the config says that SLURM starts the processes: they are also set in an
+    interactive session, where nothing has been launched.
     """
-    if deepspeed_slurm and "SLURM_PROCID" in environ:
+    by_slurm = deepspeed_slurm is True or (str(launcher).lower() == "slurm" and "RANK" not in environ)
+    if by_slurm and "SLURM_PROCID" in environ:
         return Process(int(environ["SLURM_PROCID"]), int(environ.get("SLURM_LOCALID", 0)), _slurm_tasks(environ))
     if "WORLD_SIZE" in environ:
         rank = int(environ.get("RANK", 0))

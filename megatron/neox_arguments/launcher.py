@@ -9,10 +9,14 @@ import subprocess
 import sys
 from typing import Any, List, Optional, Sequence
 
+from megatron.errors import NeoXError
 from megatron.neox_arguments.arguments import NeoXArgs
 from megatron.neox_arguments.resources import count_gpus, hostfile_path
 
-_QUIET = ("--log_level", "warning")
+_QUIET = ("--log_level", "critical")
+_FATAL_SIGNALS = frozenset(
+    {signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGKILL, signal.SIGSEGV}
+)
 _LOCAL_LAUNCH = "deepspeed.launcher.launch"
 
 
@@ -24,20 +28,42 @@ def launch(input_args: Optional[Sequence[str]] = None) -> None:
     """
     args = NeoXArgs.consume_deepy_args(input_args)
     command = prepare(args)
+    with _watched_children() as children:
+        code = _run_deepspeed(command)
+    code = next((child.returncode for child in children if child.returncode), code)
+    number = _fatal_signal(code)
+    if number:
+        print(f"error: a process was ended by {signal.Signals(number).name}", file=sys.stderr, flush=True)
+    sys.exit(128 + number if number else code)
+
+
+def _run_deepspeed(command: List[str]) -> int:
     from deepspeed.launcher import runner
 
-    with _watched_children() as children:
+    try:
         runner.main(command)
-    codes = [child.returncode for child in children]
-    failed = next((code for code in codes if code), 0)
-    if failed:
-        sys.exit(failed if failed > 0 else 128 - failed)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 1
+    except (RuntimeError, ValueError, OSError, subprocess.CalledProcessError) as error:
+        raise NeoXError(f"DeepSpeed's launcher could not start the processes: {error}") from None
+    return 0
+
+
+def _fatal_signal(code: int) -> int:
+    """The signal behind an exit code, or 0.
+
+    DeepSpeed's local launcher ends with the negative number of the signal that ended a rank, of which the system
+    keeps the lowest eight bits.
+    """
+    number = 256 - code if code > 192 else -code
+    return number if number in _FATAL_SIGNALS else 0
 
 
 def prepare(args: NeoXArgs) -> List[str]:
     """Set up the environment the processes inherit; return the argument list for DeepSpeed's launcher.
 
-    The launcher's own messages are kept to warnings: it would print the encoded config several times.
+    The launcher's own messages are switched off: it would print the whole encoded config several times. Exit codes
+    are reported by `launch`.
     """
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", extensions_folder())
     if hostfile_path(args.hostfile) is not None:
@@ -103,8 +129,8 @@ def _watched_children():
         subprocess.Popen = original
         for number, handler in previous.items():
             signal.signal(number, handler)
-        if received:
-            sys.exit(128 + received[0])
+    if received:
+        sys.exit(128 + received[0])
 
 
 def _targets(children: Sequence[Any]) -> List[int]:

@@ -90,8 +90,8 @@ def _saving(settings: Any) -> Iterator[str]:
         yield f"checkpoint_scale=log multiplies by checkpoint_factor={factor}, which must be above 1"
     if settings.checkpoint_scale == "linear" and type(factor) is float and not factor.is_integer():
         yield f"checkpoint_scale=linear saves every checkpoint_factor={factor} iterations, which must be whole"
-    if extra is not None and not all(type(number) is int and number > 0 for number in extra):
-        yield f"extra_save_iters={extra} must be a list of iterations, whole numbers from 1"
+    if extra is not None and not all(type(number) is int and number >= 0 for number in extra):
+        yield f"extra_save_iters={extra} must be a list of iterations, whole numbers from 0"
 
 
 def _activation_checkpointing(settings: Any) -> Iterator[str]:
