@@ -19,20 +19,12 @@ from megatron.neox_arguments.fields.textgen import NeoXArgsTextgen
 from megatron.neox_arguments.fields.tokenizer import NeoXArgsTokenizer
 from megatron.neox_arguments.fields.training import NeoXArgsTraining
 
-GROUPS = (
-    NeoXArgsDeepspeedRunner,
-    NeoXArgsDeepspeedConfig,
-    NeoXArgsModel,
-    NeoXArgsMoE,
-    NeoXArgsLRScheduler,
-    NeoXArgsOptimizer,
-    NeoXArgsTokenizer,
-    NeoXArgsTraining,
-    NeoXArgsParallelism,
-    NeoXArgsLogging,
-    NeoXArgsTextgen,
-    NeoXArgsOther,
-)
+_LAUNCH = (NeoXArgsDeepspeedRunner, NeoXArgsDeepspeedConfig)
+_MODEL = (NeoXArgsModel, NeoXArgsMoE)
+_UPDATES = (NeoXArgsLRScheduler, NeoXArgsOptimizer)
+_RUN = (NeoXArgsTokenizer, NeoXArgsTraining, NeoXArgsParallelism)
+_OUTPUT = (NeoXArgsLogging, NeoXArgsTextgen, NeoXArgsOther)
+GROUPS = (*_LAUNCH, *_MODEL, *_UPDATES, *_RUN, *_OUTPUT)
 
 
 def defaults() -> Dict[str, Any]:

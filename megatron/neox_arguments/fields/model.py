@@ -3,6 +3,10 @@
 from dataclasses import dataclass
 from typing import List, Literal, Optional, Union
 
+_PLAIN = ("normal", "orthogonal", "xavier_uniform", "xavier_normal", "small_init", "wang_init")
+_SCALED_BY_DEPTH = ("scaled_normal", "scaled_orthogonal", "single_residual_scaled_normal")
+InitMethod = Literal[_PLAIN + _SCALED_BY_DEPTH]
+
 
 @dataclass
 class NeoXArgsModel:
@@ -191,33 +195,13 @@ class NeoXArgsModel:
     """Store the rotary frequencies in checkpoints as `attention.rotary_emb.inv_freq`, which older GPT-NeoX checkpoints
     have."""
 
-    init_method: Literal[
-        "normal",
-        "scaled_normal",
-        "orthogonal",
-        "scaled_orthogonal",
-        "xavier_uniform",
-        "xavier_normal",
-        "wang_init",
-        "small_init",
-        "single_residual_scaled_normal",
-    ] = "normal"
+    init_method: InitMethod = "normal"
     """Initialisation of the embedding, QKV and first MLP weights. normal: std init_method_std; scaled_normal: that /
     sqrt(2 x layers); single_residual_scaled_normal: that / sqrt(layers); small_init: std sqrt(2 / (5 x hidden_size));
     wang_init: std 2 / (layers x sqrt(hidden_size)); orthogonal: gain sqrt(2), scaled_orthogonal: sqrt(2 / layers);
     xavier_uniform and xavier_normal as published."""
 
-    output_layer_init_method: Literal[
-        "normal",
-        "scaled_normal",
-        "orthogonal",
-        "scaled_orthogonal",
-        "xavier_uniform",
-        "xavier_normal",
-        "wang_init",
-        "small_init",
-        "single_residual_scaled_normal",
-    ] = "scaled_normal"
+    output_layer_init_method: InitMethod = "scaled_normal"
     """Initialisation of the projections that write into the residual stream: attention output and second MLP weight.
     Same choices as `init_method`."""
 
