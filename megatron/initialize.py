@@ -44,7 +44,7 @@ def _initialize_distributed(neox_args) -> None:
     # build leaves behind for every later start to wait on. gloo does the same sums.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = _backend(neox_args.distributed_backend)
-    launched = "MASTER_ADDR" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1 or neox_args.deepspeed_mpi
+    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 or neox_args.deepspeed_mpi
     if current_device().type != "cpu":
         get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized() and not launched:
