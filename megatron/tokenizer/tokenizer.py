@@ -5,7 +5,6 @@ from abc import ABC, abstractmethod
 from typing import Dict, List, Optional, Sequence
 
 from megatron.errors import ConfigError, DataError
-from megatron.geometry import padded_vocab_size
 
 END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|padding|>"
@@ -69,7 +68,6 @@ class AbstractTokenizer(ABC):
 def build_tokenizer(args) -> AbstractTokenizer:
     """The tokenizer that tokenizer_type, vocab_file and merge_file ask for.
 
-    Sets args.padded_vocab_size, from make_vocab_size_divisible_by and model_parallel_size.
     Raises ConfigError for an unknown type or a missing setting, DataError for a missing or unreadable file or an
     optional library that is not installed.
     """
@@ -77,11 +75,7 @@ def build_tokenizer(args) -> AbstractTokenizer:
     name = names.get(str(args.tokenizer_type).lower())
     if name is None:
         raise ConfigError(f"tokenizer_type={args.tokenizer_type} must be one of {', '.join(TOKENIZERS)}")
-    tokenizer = getattr(importlib.import_module(TOKENIZERS[name]), name).from_args(args)
-    args.padded_vocab_size = padded_vocab_size(
-        tokenizer.vocab_size, args.make_vocab_size_divisible_by, args.model_parallel_size
-    )
-    return tokenizer
+    return getattr(importlib.import_module(TOKENIZERS[name]), name).from_args(args)
 
 
 def required_setting(args, setting: str, meaning: str) -> str:

@@ -49,9 +49,7 @@ class Encoder:
 
     def __init__(self, settings: EncoderSettings):
         """Raises as build_tokenizer does; DataError if the end-of-document token or ftfy is wanted and absent."""
-        # The padded size is a matter of training; build_tokenizer wants the numbers that it depends on.
-        args = argparse.Namespace(**vars(settings), make_vocab_size_divisible_by=1, model_parallel_size=1)
-        self.tokenizer = build_tokenizer(args)
+        self.tokenizer = build_tokenizer(settings)
         self.suffix = [self.tokenizer.eod] if settings.append_eod else []
         self.clean = _ftfy() if settings.ftfy else str
 
