@@ -69,11 +69,13 @@ def one_process(tmp_path_factory):
         (dict(pipe_parallel_size=2), PIPELINE_CASES),
         (dict(pipe_parallel_size=2, model_parallel_size=2), {"rotary": CASES["rotary"], "alibi": CASES["alibi"]}),
         (dict(pipe_parallel_size=1, model_parallel_size=2), {"learned": CASES["learned"]}),
+        (dict(global_num_gpus=2), {"sinusoidal": CASES["sinusoidal"]}),
     ],
-    ids=["pp1", "tp2", "pp2", "pp2_tp2", "pp1_tp2"],
+    ids=["pp1", "tp2", "pp2", "pp2_tp2", "pp1_tp2", "dp2"],
 )
 def test_layouts_equal_one_process(layout, cases, one_process, tmp_path):
-    world_size = layout.get("pipe_parallel_size", 1) * layout.get("model_parallel_size", 1)
+    model_ranks = layout.get("pipe_parallel_size", 1) * layout.get("model_parallel_size", 1)
+    world_size = layout.get("global_num_gpus", model_ranks)
     ranks = run_distributed(world_size, rank_generates, cases, layout, tmp_path=tmp_path)
     for rank, results in enumerate(ranks):
         for name, (tokens, logits, sampled, recomputed) in results.items():
@@ -84,6 +86,14 @@ def test_layouts_equal_one_process(layout, cases, one_process, tmp_path):
             torch.testing.assert_close(
                 torch.from_numpy(logits), torch.from_numpy(expected_logits), atol=1e-4, rtol=1e-4
             )
+
+
+def test_joint_qk_layernorm_on_two_ranks_with_and_without_cache(tmp_path):
+    """Its statistics run over a rank's heads, so only cache and no cache at the same layout can be compared."""
+    case = {"joint": {**WIDE, **EXTRAS["joint_qk_layernorm"]}}
+    for results in run_distributed(2, rank_generates, case, dict(model_parallel_size=2), tmp_path=tmp_path):
+        cached, _, _, recomputed = results["joint"]
+        assert cached == recomputed
 
 
 def rank_shares(rank, world_size, folder):

@@ -14,7 +14,7 @@ from megatron.text_generation import (
     generate_samples_interactive,
     generate_samples_unconditional,
 )
-from megatron.text_generation.console import LiveText
+from megatron.text_generation.console import LiveText, readable
 from megatron.text_generation.prompts import read_prompts
 from tests.unit.test_generation_stream import EOS, LIMIT, VOCABULARY, ToyRunner, plain_greedy, toy_args, toy_logits
 
@@ -218,3 +218,7 @@ def test_live_text_holds_back_an_unfinished_character(capsys):
         live.update(text)
     live.finish("aéb")
     assert capsys.readouterr().out == "aéb\n"
+
+
+def test_console_spells_control_characters_out():
+    assert readable("a\x1b[2Jb\r\n\té\x9b") == "a\\x1b[2Jb\\x0d\n\té\\x9b"
