@@ -156,7 +156,7 @@ def test_qk_layernorm_acts_before_rotation_with_a_scale_per_query_head(kind, nor
     repeated = torch.stack([k[:, :, i // 3] for i in range(6)], dim=2)
     wanted = [_norm_reference(x, norm, parameters, args) for x in (q, repeated)]
     got = attention._normalise(q.float(), k.float())
-    for actual, expected in zip(got, wanted):
+    for actual, expected in zip(got, wanted, strict=True):
         assert_close(actual, expected, FORWARD, norm)
     # The kernels take keys of all query heads beside values of the kv heads.
     context = attention._attend(*(x.float() for x in (*wanted, v)), offset=0)

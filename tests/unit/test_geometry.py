@@ -56,7 +56,7 @@ def test_absent_head_dim_must_divide():
 @pytest.mark.parametrize("value", (0, -1, True, False, 64.0, "64", [64]))
 @pytest.mark.parametrize("key", ("head_dim", "hidden_size", "num_attention_heads", "num_kv_heads"))
 def test_widths_are_positive_whole_numbers(key, value):
-    numbers = dict(hidden_size=64, num_attention_heads=4, num_kv_heads=2, head_dim=16, **{})
+    numbers = dict(hidden_size=64, num_attention_heads=4, num_kv_heads=2, head_dim=16)
     with pytest.raises(ConfigError) as raised:
         HeadGeometry.from_config(**{**numbers, key: value})
     assert f"{key}={value!r}" in str(raised.value) and "whole number" in str(raised.value)
@@ -211,5 +211,4 @@ def test_mlp_shares():
 )
 def test_padded_vocabulary_is_the_smallest_that_fits(vocab, multiple, ranks):
     padded = padded_vocab_size(vocab, multiple, ranks)
-    candidates = (size for size in range(vocab, padded + 1) if size % multiple == 0 and size % ranks == 0)
-    assert padded in [size for size in candidates if size % (multiple * ranks) == 0][:1]
+    assert [size for size in range(vocab, padded + 1) if size % (multiple * ranks) == 0] == [padded]

@@ -42,7 +42,7 @@ def test_equals_transformers():
     q, k = torch.randn(64, 2, 5, 24), torch.randn(64, 2, 5, 24)
     wanted = apply_rotary_pos_emb(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), cos, sin)
     rotary = RotaryEmbedding(24, 64, 10000)
-    for mine, theirs in zip((rotary(q), rotary(k)), wanted):
+    for mine, theirs in zip((rotary(q), rotary(k)), wanted, strict=True):
         assert_close(mine, theirs.permute(2, 0, 1, 3), FORWARD)
 
 
@@ -83,7 +83,7 @@ def test_the_layer_rotates_the_width_of_its_geometry(name):
     assert attention.rotary_ndims == int(geometry.head_dim * args.rotary_pct) > 0
     q = torch.randn(7, 1, geometry.num_attention_heads, geometry.head_dim, dtype=torch.float64)
     k = torch.randn(7, 1, geometry.num_kv_heads, geometry.head_dim, dtype=torch.float64)
-    for got, x in zip(attention._rotate(q.float(), k.float(), 3), (q, k)):
+    for got, x in zip(attention._rotate(q.float(), k.float(), 3), (q, k), strict=True):
         assert_close(got, rotary_reference(x, attention.rotary_ndims, 5000, 3), FORWARD)
 
 
