@@ -264,6 +264,12 @@ def _combinations(values: Mapping[str, Any]) -> List[Tuple[bool, str]]:
             "min_lr, so a DeepSpeed scheduler would be ignored; remove it",
         ),
         (
+            _block(values, "flops_profiler").get("enabled") is True
+            and values.get("pipe_parallel_size") not in (None, 0),
+            "flops_profiler.enabled=True: DeepSpeed's pipeline engine never reports its profile; set "
+            "pipe_parallel_size: 0 or remove it",
+        ),
+        (
             bool(other_keys),
             f"checkpoint={_short(values.get('checkpoint'))}: only {', '.join(_CHECKPOINT_KEYS)} can be set; "
             f"remove {', '.join(other_keys)}",

@@ -75,19 +75,21 @@ class NeoXArgsDeepspeedConfig:
     """GPT-NeoX's counter of the present curriculum length. Refused unless default, like `curriculum_learning`."""
 
     steps_per_print: int = 10
-    """Number of optimizer steps between DeepSpeed's own reports. They are shown with `wall_clock_breakdown` or
-    `dump_state`; the training log has its own `log_interval`."""
+    """Number of optimizer steps between DeepSpeed's own reports of timers, loss and speed. They appear only with
+    `wall_clock_breakdown` or `dump_state`; the training log has its own `log_interval`."""
 
     wall_clock_breakdown: bool = False
     """Time forward, backward, gradient reduction and optimizer step separately and report them. Synchronises the
     device, so steps get slower."""
 
     dump_state: bool = False
-    """Let DeepSpeed print its whole configuration and state after the engine is built."""
+    """Let DeepSpeed print its configuration and state when the engine is built. It does so at its log level info, so
+    add `deepspeed_extra_args: {log_level: info}`."""
 
     flops_profiler: Optional[dict] = None
     """DeepSpeed's per-module profiler: `enabled`, `profile_step`, `module_depth`, `top_modules`, `detailed`,
-    `output_file`. Its counts are estimates by module; the log's TFLOP/s come from the exact widths instead."""
+    `output_file`. Its counts are estimates by module; the log's TFLOP/s come from the exact widths instead. Refused
+    with pipe_parallel_size >= 1, where DeepSpeed never reports."""
 
     communication_data_type: Optional[bool] = None
     """Data type of the gradient sums. Typed true/false in GPT-NeoX, which DeepSpeed cannot read, so it is refused
@@ -124,8 +126,8 @@ class NeoXArgsDeepspeedConfig:
     removed it."""
 
     comms_logger: Optional[dict] = None
-    """DeepSpeed's log of collective operations: `enabled`, `verbose`, `prof_all`, `debug`. For finding communication
-    bottlenecks."""
+    """DeepSpeed's log of collective operations: `enabled`, `verbose`, `prof_all`, `debug`. Only with `verbose: true`
+    and `deepspeed_extra_args: {log_level: info}` is anything shown."""
 
     compression_training: Optional[dict] = None
     """Quantisation and pruning during training. Refused unless null: DeepSpeed 0.19 has removed it."""

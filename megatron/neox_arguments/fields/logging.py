@@ -64,7 +64,8 @@ class NeoXArgsLogging:
     """Peak TFLOP/s of one device; when set, the share of it that is reached is logged too. Null: not logged."""
 
     log_interval: int = 100
-    """Training iterations between lines of the log; losses and times in a line are means over them."""
+    """Training iterations between lines of the log; losses and times in a line are means over them. The extra figures
+    asked for by `log_grad_norm` and its kin are computed for these iterations only."""
 
     log_grad_pct_zeros: bool = False
     """Log which share of each parameter's gradient is exactly zero."""
@@ -76,7 +77,7 @@ class NeoXArgsLogging:
     """Log the L2 norm of each parameter's gradient."""
 
     log_optimizer_states: bool = False
-    """Log the L2 norms of the optimizer's states."""
+    """Log the L2 norm of each kind of optimizer state, over the share of rank 0."""
 
     log_gradient_noise_scale: bool = False
     """Estimate the gradient noise scale. Refused unless false: not built."""
@@ -94,10 +95,11 @@ class NeoXArgsLogging:
     """Where that snapshot goes. Refused unless null: not built."""
 
     profile: bool = False
-    """Record a trace with torch's profiler between `profile_step_start` and `profile_step_stop`."""
+    """Record a trace with torch's profiler, written to `tensorboard_dir`, else to the run's folder. Steps are counted
+    from the start of the process, not of the training."""
 
     profile_step_start: int = 10
-    """First iteration that is traced when `profile` is true."""
+    """Steps before the traced ones when `profile` is true; at least 1, because one warms the profiler up."""
 
     profile_step_stop: int = 12
-    """Last iteration that is traced when `profile` is true."""
+    """Last traced step when `profile` is true."""
