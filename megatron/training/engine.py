@@ -60,6 +60,8 @@ def _build_engine(neox_args, model):
         )
     if neox_args.is_pipe_parallel:
         engine.set_batch_fn(partial(get_batch, neox_args))
+        # DeepSpeed takes any class named GPT2ModelPipe to send an attention mask between stages; this one does not.
+        engine.set_has_attention_mask(False)
     return engine
 
 
