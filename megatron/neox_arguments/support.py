@@ -49,8 +49,8 @@ HONOURED = frozenset(
     lr_decay_style lr_decay_iters lr_decay_fraction min_lr warmup override_lr_scheduler use_checkpoint_lr_scheduler
     weight_decay tokenizer_type vocab_file merge_file data_path use_shared_fs train_data_paths train_label_data_paths
     test_data_paths test_label_data_paths valid_data_paths valid_label_data_paths train_data_weights
-    valid_data_weights test_data_weights weight_by_num_documents weighted_sampler_alpha data_impl allow_chopped
-    mmap_warmup split num_workers eod_mask_loss
+    valid_data_weights test_data_weights weight_by_num_documents weighted_sampler_alpha data_impl pack_impl
+    allow_chopped mmap_warmup split num_workers eod_mask_loss
     """.split()
     # Training loop, checkpoints.
     + """
@@ -125,7 +125,6 @@ _REFUSED_BY_FEATURE: Dict[str, str] = {
     "neg_train_label_data_paths pos_valid_data_paths neg_valid_data_paths pos_valid_label_data_paths "
     "neg_valid_label_data_paths pos_test_data_paths neg_test_data_paths pos_test_label_data_paths "
     "neg_test_label_data_paths",
-    "a packing other than 'packed'": "pack_impl",
     _ONLINE: "serve_model_weights weight_server_port online_dataserver_ips online_dataserver_ports",
     "soft prompt tuning": "soft_prompt_tuning",
     "block-sparse attention": "sparsity_config",

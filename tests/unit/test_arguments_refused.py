@@ -66,7 +66,7 @@ def test_false_where_the_default_is_true_is_not_off():
         ({"data_impl": "mmap"}, False),
         ({"data_impl": "cached"}, True),
         ({"pack_impl": "packed"}, False),
-        ({"pack_impl": "unpacked"}, True),
+        ({"pack_impl": "unpacked"}, False),
         ({"dataset_impl": "online"}, True),
         ({"train_impl": "dpo"}, True),
         ({"text_gen_type": "interactive"}, False),

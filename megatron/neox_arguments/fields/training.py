@@ -106,8 +106,9 @@ class NeoXArgsTraining:
     refused: not built."""
 
     pack_impl: Literal["packed", "pack_until_overflow", "unpacked"] = "packed"
-    """How documents fill samples. packed: end to end, cut at the sample length. The other two choices are refused: not
-    built."""
+    """How documents fill samples. packed: end to end, cut every seq_length tokens. pack_until_overflow: whole documents
+    until the next does not fit. unpacked: one document each. The last two fill up with padding that counts for nothing,
+    and do not go with `train_epochs`."""
 
     dataset_impl: Literal["gpt2", "pairwise", "online"] = "gpt2"
     """Kind of samples. gpt2: plain token sequences. pairwise and online are refused: not built."""
@@ -153,8 +154,8 @@ class NeoXArgsTraining:
     """Subtract the mean reward of a prompt's other answers. Refused unless default: reinforce is not built."""
 
     allow_chopped: bool = True
-    """Let samples contain documents that are cut at their ends. It matters only for packings that GPT-NeoX has besides
-    packed, which always cuts."""
+    """Use documents longer than a sample, cut at its end, when `pack_impl` keeps documents whole; false leaves them
+    out. packed cuts documents in any case."""
 
     mmap_warmup: bool = False
     """Read data files once from end to end at start, so that they are in the page cache. Costs time at start; no effect
