@@ -8,7 +8,7 @@ from megatron.checkpointing.checks import args_problems, layout_problems, raise_
 from megatron.checkpointing.folders import find_checkpoint
 from megatron.checkpointing.ranks import say, together
 from megatron.checkpointing.reader import CheckpointReader
-from megatron.checkpointing.rng import restore_random_states
+from megatron.checkpointing.rng import own_states, restore_random_states
 from megatron.checkpointing.safe_load import use_safe_files
 from megatron.checkpointing.stamp import check_stamp
 from megatron.checkpointing.weights import load_model_weights, tensor_parallel_problems, weight_problems
@@ -38,7 +38,7 @@ def load_checkpoint(neox_args, engine, iteration: Optional[int] = None) -> int:
         return 0
     with together():
         if not neox_args.no_load_rng:
-            restore_random_states(state, folder)
+            restore_random_states(own_states(folder, engine.checkpoint_mp_rank, state), folder)
         reached = state.get("iteration", state.get("total_iters"))
         if reached is None:
             raise CheckpointError(f"{folder} does not say its iteration; set finetune=true to start from 0")

@@ -6,7 +6,7 @@ from typing import Any, Dict
 
 from megatron.checkpointing import folders
 from megatron.checkpointing.ranks import barrier, rank, say, together
-from megatron.checkpointing.rng import random_states
+from megatron.checkpointing.rng import random_states, write_own_states
 from megatron.checkpointing.safe_load import use_safe_files
 from megatron.checkpointing.stamp import write_stamp
 from megatron.errors import CheckpointError
@@ -44,6 +44,8 @@ def save_checkpoint(neox_args, iteration: int, engine) -> str:
     try:
         with together():
             files.raise_failure()
+            if not neox_args.no_save_rng:
+                write_own_states(os.path.join(root, tag), engine.checkpoint_mp_rank)
         with together():
             if rank() == 0:
                 _add_records(neox_args, os.path.join(root, tag))
