@@ -25,10 +25,8 @@ TEXTS = [
 
 
 def tokenizer_of(tokenizer_type, vocab_file=None, merge_file=None):
-    paths = (str(path) if path is not None else None for path in (vocab_file, merge_file))
-    return build_tokenizer(
-        SimpleNamespace(**dict(zip(("vocab_file", "merge_file"), paths)), tokenizer_type=tokenizer_type)
-    )
+    vocab_file, merge_file = (None if path is None else str(path) for path in (vocab_file, merge_file))
+    return build_tokenizer(SimpleNamespace(tokenizer_type=tokenizer_type, vocab_file=vocab_file, merge_file=merge_file))
 
 
 @pytest.fixture(scope="module")
