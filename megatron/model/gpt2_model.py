@@ -99,8 +99,8 @@ def _checkpoint_interval(neox_args) -> int:
     return neox_args.checkpoint_num_layers if neox_args.checkpoint_activations else 0
 
 
-class GPT2ModelPipe(PipelineModule):
-    """This rank's pipeline stage. Input (tokens [b, s], position_ids [b, s]), output logits [b, s, v/p].
+class CausalGPT2ModelPipe(PipelineModule):
+    """GPT2ModelPipe: this rank's pipeline stage. Input (tokens [b, s], position_ids [b, s]), output logits [b, s, v/p].
 
     topology: DeepSpeed's, by default the one mpu was initialised with.
     """
@@ -125,6 +125,11 @@ class GPT2ModelPipe(PipelineModule):
     def set_parallel_output(self, parallel_output: bool) -> None:
         """Whether the logits stay split over the vocabulary; without effect on stages without the output layer."""
         _set_parallel_output(self.local_layers(), parallel_output)
+
+
+GPT2ModelPipe = CausalGPT2ModelPipe
+"""GPT-NeoX's name, which the class itself must not have: DeepSpeed's engine takes a module whose class is called
+GPT2ModelPipe to send an attention mask beside the hidden states, and would cut our single tensor in pieces."""
 
 
 class _Function(nn.Module):
