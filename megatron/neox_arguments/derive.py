@@ -17,6 +17,8 @@ ZERO_DEFAULTS = {
     "contiguous_gradients": False,
 }
 DEFAULT_LR = 0.001
+MAX_LAYERS = 100_000
+"""More than any model has; keeps a slip of the pen from filling the memory with the list of attention kinds."""
 _FROM_PRECISION = {"fp16": "fp16", "bfloat16": "bf16"}
 
 
@@ -67,7 +69,7 @@ def expand_attention_config(config: Optional[list], num_layers: Optional[int]) -
     pattern repeated count times; the count "all" repeats it as often as it fits into the whole model.
     Items of another shape are returned unchanged, for validate.py to report.
     """
-    layers = num_layers or 0
+    layers = min(max(num_layers or 0, 0), MAX_LAYERS)
     if config is None:
         return ["global"] * layers
     kinds: List[Any] = []
@@ -76,7 +78,7 @@ def expand_attention_config(config: Optional[list], num_layers: Optional[int]) -
             kinds.append(item.lower() if isinstance(item, str) else item)
             continue
         pattern, count = item
-        repeats = layers // len(pattern) if count == "all" else count
+        repeats = layers // len(pattern) if count == "all" else min(count, MAX_LAYERS)
         kinds.extend([str(kind).lower() for kind in pattern] * repeats)
     return kinds
 
@@ -169,21 +171,7 @@ def _optimizer(settings: Any) -> Dict[str, Any]:
     return {
         "optimizer_type": kind.lower() if isinstance(kind, str) else kind,
         "lr": float(lr) if type(lr) is int else lr,
-        **_one_bit_scheduler(settings, kind, lr),
     }
-
-
-def _one_bit_scheduler(settings: Any, kind: Any, lr: Any) -> Dict[str, Any]:
-    """DeepSpeed builds the 1-bit Adam optimizer itself, so it also has to build the schedule."""
-    if str(kind).lower() != "onebitadam" or settings.train_iters is None or settings.scheduler is not None:
-        return {}
-    params = {
-        "warmup_min_lr": 0,
-        "warmup_max_lr": lr,
-        "warmup_num_steps": int(settings.train_iters * settings.warmup),
-        "total_num_steps": settings.lr_decay_iters or settings.train_iters,
-    }
-    return {"scheduler": {"type": "WarmupDecayLR", "params": params}}
 
 
 def _attention(settings: Any) -> Dict[str, Any]:

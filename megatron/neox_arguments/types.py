@@ -4,12 +4,14 @@ import math
 import typing
 from typing import Any, List, Literal, Optional, Tuple, Union
 
+_TOO_LARGE = 2**63
 _NAMES = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
     str: "a string",
     dict: "a mapping",
+    Any: "anything",
     list: "a list",
 }
 
@@ -50,7 +52,7 @@ def normalise(value: Any, annotation: Any) -> Any:
         if not math.isfinite(value):
             raise Mismatch
         return float(value)
-    if type(value) is not (origin or annotation):
+    if type(value) is not (origin or annotation) or (type(value) is int and abs(value) >= _TOO_LARGE):
         raise Mismatch
     return value
 
@@ -92,6 +94,8 @@ def _normalise_choice(value: Any, choices: Tuple[Any, ...]) -> Any:
 def _kind(value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return "an infinite or undefined number"
+    if type(value) is int and abs(value) >= _TOO_LARGE:
+        return "one of more than 63 bits"
     kinds: List[Tuple[type, str]] = [
         (bool, "a boolean"),
         (int, "an integer"),

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 from typing import Any, Iterator, List, Mapping
 
 from megatron.neox_arguments import validate_model, validate_run
+from megatron.neox_arguments.deepspeed_keys import unknown_key_problems
 from megatron.neox_arguments.derive import data_parallel_size, is_enabled, model_ranks, precision_section, stage_of
 
+_MORE = (*validate_model.CHECKS, *validate_run.CHECKS)
 _POSITIVE = """
     num_layers hidden_size num_attention_heads num_kv_heads head_dim softmax_scale seq_length max_position_embeddings
     intermediate_size ffn_hidden_size expansion_factor mlp_multiple_of sliding_window_width rpe_num_buckets
@@ -52,7 +54,7 @@ def problems_of(values: Mapping[str, Any], given: Mapping[str, Any]) -> List[str
     """Every problem with `values` (complete and derived); `given` are those the user wrote."""
     settings = SimpleNamespace(**values)
     problems = list(_range_problems(values))
-    for check in (_parallel, _batch, _precision, _zero, _extra_args, *validate_model.CHECKS, *validate_run.CHECKS):
+    for check in (_parallel, _batch, _precision, _zero, _extra_args, unknown_key_problems, *_MORE):
         problems += check(settings)
     problems += _set_elsewhere(values, given)
     return list(dict.fromkeys(problems))

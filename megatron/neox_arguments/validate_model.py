@@ -3,6 +3,7 @@
 from typing import Any, Iterator
 
 from megatron.errors import ConfigError
+from megatron.neox_arguments.derive import MAX_LAYERS
 from megatron.neox_arguments.support import ATTENTION_KINDS
 from megatron.neox_arguments.widths import head_geometry, mlp_geometry
 
@@ -13,6 +14,8 @@ def _required(settings: Any) -> Iterator[str]:
     for name in _REQUIRED:
         if getattr(settings, name) is None:
             yield f"{name} is not set; it has no default"
+    if (settings.num_layers or 0) > MAX_LAYERS:
+        yield f"num_layers={settings.num_layers} is more than {MAX_LAYERS}, the most that is supported"
     if settings.seq_length is not None and settings.max_position_embeddings is not None:
         if settings.max_position_embeddings < settings.seq_length:
             yield (
