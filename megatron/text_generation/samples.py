@@ -44,15 +44,8 @@ def generate_samples_from_prompt(
     if not recompute:
         longest = max((len(tokens) for _, tokens in prompts), default=1)
         runner.start(1, end_of_generation(neox_args, longest, maximum_tokens) - 1)  # one cache for all prompts
-    options = dict(
-        eos_token_id=eos,
-        maximum_tokens=maximum_tokens,
-        recompute=recompute,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        stop_tokens=stop_tokens,
-    )
+    options = dict(temperature=temperature, top_k=top_k, top_p=top_p, stop_tokens=stop_tokens)
+    options.update(eos_token_id=eos, maximum_tokens=maximum_tokens, recompute=recompute)
     records, seen = [], Counter()
     for prompt, tokens in prompts:
         record = _complete(neox_args, runner, prompt, tokens, seen[prompt], options)

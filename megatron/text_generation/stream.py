@@ -4,11 +4,12 @@ from typing import Iterator, List, NamedTuple, Optional, Sequence, Union
 
 import torch
 
-from megatron.errors import ConfigError, DataError
+from megatron.errors import ConfigError, DataError, NeoXError
 from megatron.text_generation.collective import from_rank_0
 from megatron.text_generation.runner import InferenceRunner
 from megatron.text_generation.sampling import SamplingSettings, choose_tokens, seeded_generator
 
+_NOT_FINITE = -100
 StopTokens = Optional[Union[List[int], List[List[int]]]]
 
 
@@ -74,7 +75,8 @@ def stream_tokens(
     of ids or a list of groups. Greedy if temperature, top_k and top_p are all 0; otherwise drawn from `generator`
     (default: one seeded with neox_args.seed). All ranks must call it; rank 0's prompts are used.
 
-    Raises ConfigError for bad settings and DataError for an empty prompt or one beyond the context length.
+    Raises ConfigError for bad settings, DataError for an empty prompt or one beyond the context length, and NeoXError
+    when the model's logits are not finite.
     """
     settings = SamplingSettings(temperature, top_k, top_p)
     prompts = from_rank_0(lambda: [list(prompt) for prompt in context_tokens])
@@ -105,10 +107,22 @@ def _next_tokens(neox_args, runner, batch, fed: range, settings, generator, step
     position_ids = torch.arange(fed.start, fed.stop, device=runner.device).expand(len(tokens), -1)
     logits = runner.next_token_logits(tokens, position_ids)
     vocabulary = vocabulary_size(neox_args)
-    chosen = choose_tokens(logits[:, :vocabulary], settings, generator) if runner.draws else None
+    chosen = _choose_or_mark(logits[:, :vocabulary], settings, generator) if runner.draws else None
     if batch.logits is not None:
         batch.logits[step] = runner.share_logits(logits, len(tokens))[:, :vocabulary]
-    return runner.share_tokens(chosen, len(tokens))
+    chosen = runner.share_tokens(chosen, len(tokens))
+    if (chosen == _NOT_FINITE).any():  # on every rank, so none is left waiting
+        raise NeoXError(
+            f"the model's logits at token {fed.stop} are not finite: the weights in load={neox_args.load} are damaged "
+            f"or overflow in precision={neox_args.precision}; try an earlier checkpoint, or precision bfloat16 or fp32"
+        )
+    return chosen
+
+
+def _choose_or_mark(logits: torch.Tensor, settings: SamplingSettings, generator) -> torch.Tensor:
+    """`choose_tokens`, with _NOT_FINITE for rows that have infinities or NaN, from which no choice means anything."""
+    broken = ~logits.isfinite().all(dim=-1)
+    return choose_tokens(logits.masked_fill(broken[:, None], 0), settings, generator).masked_fill(broken, _NOT_FINITE)
 
 
 class _Batch:

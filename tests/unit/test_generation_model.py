@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.costs import kv_cache_bytes_per_token
 from megatron.model.gpt2_model import build_model
 from megatron.text_generation import InferenceRunner, generate_samples_from_prompt, stream_tokens
 from tests.helpers import geometries
@@ -126,6 +127,7 @@ def test_cache_has_the_size_the_geometry_gives(geometry):
     tokens = len(PROMPTS[0]) + 8 - 1
     widths = neox_args.head_geometry()
     assert runner.cache_bytes == tokens * neox_args.num_layers * 2 * widths.num_kv_heads * widths.head_dim * 4
+    assert runner.cache_bytes == tokens * kv_cache_bytes_per_token(neox_args)
 
 
 def test_cache_is_kept_and_emptied_between_prompts():
@@ -135,6 +137,9 @@ def test_cache_is_kept_and_emptied_between_prompts():
     cache = runner.cache
     generate(neox_args, runner, PROMPTS[:1], maximum_tokens=8)
     assert runner.cache is cache and cache.length == len(PROMPTS[0]) + 8 - 1
+    generate(neox_args, runner, PROMPTS[1:2], maximum_tokens=9)
+    assert runner.cache is not cache, "a longer text needs more room"
+    cache = runner.cache
     generate(neox_args, runner, PROMPTS, maximum_tokens=8)
     assert runner.cache is not cache, "another batch size needs another cache"
     generate(neox_args, runner, PROMPTS, maximum_tokens=8, recompute=True)

@@ -13,9 +13,11 @@ from megatron.text_generation import (
     generate_samples_input_from_file,
     generate_samples_interactive,
     generate_samples_unconditional,
+    stream_tokens,
 )
 from megatron.text_generation.console import LiveText, readable
 from megatron.text_generation.prompts import read_prompts
+from megatron.text_generation.records import make_records
 from tests.unit.test_generation_stream import EOS, LIMIT, VOCABULARY, ToyRunner, plain_greedy, toy_args, toy_logits
 
 LETTERS = "\0abcdefghijklmnopqrstuv"
@@ -89,6 +91,16 @@ def test_logits_of_each_token_of_the_text():
     assert len(record["logits"]) == record["length"] > 0
     for place, logits in enumerate(record["logits"], 3):
         assert logits == toy_logits(tokens[:place])[:VOCABULARY].tolist()
+
+
+def test_logits_of_rows_that_start_later():
+    args = letter_args(return_logits=True)
+    *_, state = stream_tokens(args, ToyRunner(), [[5], [7, 3, 9]], maximum_tokens=6, eos_token_id=VOCABULARY)
+    for row, record in enumerate(make_records(args, ["e", "gci"], state, 1.0)):
+        tokens = state.tokens[row].tolist()
+        assert record["length"] == len(record["logits"]) == [6, 4][row]
+        for place, logits in enumerate(record["logits"], [1, 3][row]):
+            assert logits == toy_logits(tokens[:place])[:VOCABULARY].tolist()
 
 
 @pytest.mark.parametrize("options", [{}, dict(temperature=2.0), dict(temperature=1.5, top_k=5, top_p=0.9)])

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.errors import ConfigError, DataError
+from megatron.errors import ConfigError, DataError, NeoXError
 from megatron.text_generation import InferenceRunner, stream_tokens
 
 VOCABULARY, PADDED, EOS, LIMIT = 23, 32, 0, 16
@@ -70,6 +70,8 @@ def toy_args(**changes):
         padded_vocab_size=PADDED,
         seed=1234,
         return_logits=False,
+        load="somewhere",
+        precision="fp16",
         tokenizer=SimpleNamespace(eod=EOS, vocab_size=VOCABULARY),
     )
     return SimpleNamespace(**{**settings, **changes})
@@ -209,3 +211,16 @@ def test_padded_vocabulary_is_never_drawn():
 def test_bad_input_is_named(prompts, options, error, words):
     with pytest.raises(error, match=words):
         list(stream_tokens(toy_args(), ToyRunner(), prompts, **options))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("options", [{}, dict(temperature=1.0)])
+def test_logits_that_are_not_finite_end_the_run(value, options):
+    class Broken(ToyRunner):
+        def next_token_logits(self, tokens, position_ids):
+            logits = super().next_token_logits(tokens, position_ids)
+            logits[1, 4] = value
+            return logits
+
+    with pytest.raises(NeoXError, match="logits at token 2 are not finite.*load=somewhere.*precision=fp16"):
+        list(stream_tokens(toy_args(), Broken(), [[5, 6], [7, 8]], **options))
