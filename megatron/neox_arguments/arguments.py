@@ -1,5 +1,6 @@
 """NeoXArgs: every argument as an attribute, checked and complete from the moment it exists."""
 
+import copy
 import sys
 from dataclasses import dataclass
 from typing import Any, Dict, List, Optional, Sequence
@@ -26,9 +27,9 @@ class NeoXArgs(*GROUPS):
     def __init__(self, **values: Any):
         process = environment.this_process(values.get("deepspeed_slurm"), values.get("launcher"))
         resolved = resolve(values, world_size=process.world_size if process else None)
-        vars(self).update(resolved.values)
-        self._given = resolved.given
-        self._resolved = resolved.values
+        vars(self).update(copy.deepcopy(resolved.values))
+        self._given = copy.deepcopy(resolved.given)  # the caller's dicts stay the caller's
+        self._resolved = copy.deepcopy(resolved.values)
         self.tokenizer = None
 
     @classmethod
@@ -85,10 +86,8 @@ class NeoXArgs(*GROUPS):
 
         Raises ConfigError if another number of processes was started than the settings were worked out for.
         """
-        if self.deepspeed_mpi and environment.this_process() is None:
-            from deepspeed.comm import mpi_discovery
-
-            mpi_discovery()
+        if self.deepspeed_mpi and self.master_addr is None:
+            environment.discover_mpi(self.master_port)
         process = environment.this_process(self.deepspeed_slurm, self.launcher)
         if process is not None:
             environment.publish(process, self.master_addr, self.master_port)
@@ -161,7 +160,7 @@ class NeoXArgs(*GROUPS):
 
     def given(self) -> Dict[str, Any]:
         """The arguments as configured, types and spelling normalised, nothing derived."""
-        return dict(self._given)
+        return copy.deepcopy(self._given)
 
     def update(self, **changes: Any) -> "NeoXArgs":
         """A copy with some configured values changed, derived and checked anew; `self` stays as it is.
@@ -171,11 +170,11 @@ class NeoXArgs(*GROUPS):
         assigned = {name: value for name, value in self.to_dict().items() if value != self._resolved[name]}
         if self.tokenizer is not None:
             assigned.pop("padded_vocab_size", None)
-        copy = type(self).from_dict({**self._given, **assigned, **changes})
+        changed = type(self).from_dict({**self._given, **assigned, **changes})
         if self.tokenizer is not None:
-            copy.tokenizer = self.tokenizer
-            copy._pad_vocabulary()
-        return copy
+            changed.tokenizer = self.tokenizer
+            changed._pad_vocabulary()
+        return changed
 
     def print(self, file=None) -> None:
         """Print the arguments that differ from their defaults, on rank 0."""

@@ -2,7 +2,10 @@
 
 import os
 import re
+from functools import partial
 from typing import Mapping, NamedTuple, Optional
+
+from megatron.errors import ConfigError
 
 
 class Process(NamedTuple):
@@ -20,19 +23,20 @@ def this_process(
 
     SLURM's own variables are used only when the config says that SLURM starts the processes: they are also set in an
     interactive session, where nothing has been launched.
+
+    Raises ConfigError if a variable does not hold a number.
     """
-    by_slurm = deepspeed_slurm is True or (str(launcher).lower() == "slurm" and "RANK" not in environ)
-    if by_slurm and "SLURM_PROCID" in environ:
-        return Process(int(environ["SLURM_PROCID"]), int(environ.get("SLURM_LOCALID", 0)), _slurm_tasks(environ))
-    if "WORLD_SIZE" in environ:
-        rank = int(environ.get("RANK", 0))
-        return Process(rank, int(environ.get("LOCAL_RANK", rank)), int(environ["WORLD_SIZE"]))
-    if "OMPI_COMM_WORLD_SIZE" in environ:
-        return Process(
-            int(environ["OMPI_COMM_WORLD_RANK"]),
-            int(environ.get("OMPI_COMM_WORLD_LOCAL_RANK", 0)),
-            int(environ["OMPI_COMM_WORLD_SIZE"]),
-        )
+    number = partial(_number, environ)
+    by_slurm = deepspeed_slurm is True or (str(launcher).lower() == "slurm" and not environ.get("RANK"))
+    if by_slurm and environ.get("SLURM_PROCID"):
+        tasks = number("SLURM_NTASKS") or number("SLURM_NNODES", 1) * number("SLURM_NTASKS_PER_NODE", 1)
+        return Process(number("SLURM_PROCID"), number("SLURM_LOCALID"), tasks)
+    if environ.get("WORLD_SIZE"):
+        rank = number("RANK")
+        return Process(rank, number("LOCAL_RANK", rank), number("WORLD_SIZE"))
+    if environ.get("OMPI_COMM_WORLD_SIZE"):
+        ranks = number("OMPI_COMM_WORLD_RANK"), number("OMPI_COMM_WORLD_LOCAL_RANK")
+        return Process(*ranks, number("OMPI_COMM_WORLD_SIZE"))
     return None
 
 
@@ -47,13 +51,32 @@ def publish(process: Process, master_addr: Optional[str], master_port: int) -> N
         os.environ.setdefault("MASTER_PORT", str(master_port))
 
 
+def discover_mpi(master_port: int) -> None:
+    """Agree over MPI on the rendezvous address, which mpirun does not pass on, unless it is in the environment.
+
+    Raises ConfigError where mpi4py is not installed.
+    """
+    if os.environ.get("MASTER_ADDR"):
+        return
+    try:
+        import mpi4py  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            "deepspeed_mpi=True needs the address of rank 0: set master_addr, or install mpi4py to find it"
+        ) from None
+    from deepspeed.comm import mpi_discovery
+
+    mpi_discovery(distributed_port=master_port)
+
+
 def first_slurm_host(node_list: str) -> str:
     """First host of SLURM's compressed list: "gpu[07-09,12]" and "gpu07,gpu08" both give gpu07."""
     match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\])?", node_list)
     return (match[1] + (match[2] or "")) if match else ""
 
 
-def _slurm_tasks(environ: Mapping[str, str]) -> int:
-    if "SLURM_NTASKS" in environ:
-        return int(environ["SLURM_NTASKS"])
-    return int(environ["SLURM_NNODES"]) * int(environ["SLURM_NTASKS_PER_NODE"])
+def _number(environ: Mapping[str, str], name: str, default: int = 0) -> int:
+    text = environ.get(name) or str(default)
+    if not text.isdecimal():
+        raise ConfigError(f"${name}={text}, which the launcher should have set to a whole number; correct or unset it")
+    return int(text)

@@ -4,6 +4,8 @@ import math
 import typing
 from typing import Any, List, Literal, Optional, Tuple, Union
 
+from megatron.neox_arguments.loading import nearest
+
 _TOO_LARGE = 2**63
 _NAMES = {
     int: "a whole number",
@@ -31,7 +33,7 @@ def check(name: str, value: Any, annotation: Any) -> Tuple[Any, Optional[str]]:
     try:
         return normalise(value, annotation), None
     except Mismatch:
-        return value, f"{name}={value!r} must be {describe(annotation)}, not {_kind(value)}"
+        return value, f"{name}={value!r} must be {describe(annotation)}{_instead(value, annotation)}"
 
 
 def normalise(value: Any, annotation: Any) -> Any:
@@ -68,6 +70,19 @@ def describe(annotation: Any) -> str:
     if origin is list:
         return f"a list of items that are each {describe(arguments[0])}"
     return _NAMES.get(annotation, str(annotation))
+
+
+def _instead(value: Any, annotation: Any) -> str:
+    """What the value is, or for a misspelt choice the choice that was probably meant."""
+    close = nearest(value.lower(), _choices(annotation)) if isinstance(value, str) else ""
+    return f"; did you mean {close}?" if close else f", not {_kind(value)}"
+
+
+def _choices(annotation: Any) -> List[str]:
+    arguments = typing.get_args(annotation)
+    if typing.get_origin(annotation) is Literal:
+        return [choice for choice in arguments if isinstance(choice, str)]
+    return [choice for argument in arguments for choice in _choices(argument)]
 
 
 def _normalise_union(value: Any, members: Tuple[Any, ...]) -> Any:

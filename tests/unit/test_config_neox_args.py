@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import sys
 
 import pytest
 import torch
@@ -101,6 +103,16 @@ def test_update_keeps_what_was_assigned_since():
     assert args.update(iteration=9).iteration == 9
 
 
+def test_dicts_are_not_shared_with_the_caller_or_a_copy():
+    values = tiny_values(zero_optimization={"stage": 1})
+    args = NeoXArgs.from_dict(values)
+    args.optimizer["params"]["lr"] = 9.0
+    args.given()["optimizer"]["params"]["lr"] = 8.0
+    assert values["optimizer"]["params"]["lr"] == 1e-3 == NeoXArgs.from_dict(values).optimizer["params"]["lr"]
+    args.zero_optimization["stage"] = 0
+    assert args.update(seed=3).zero_stage == 0
+
+
 class FakeTokenizer:
     vocab_size = 300
 
@@ -180,6 +192,29 @@ def test_distributed_arguments_come_from_the_environment(monkeypatch):
     other = tiny_args(global_num_gpus=4)
     with pytest.raises(ConfigError, match="4 processes.*2 were started"):
         other.configure_distributed_args()
+
+
+def test_mpi_ranks_need_an_address(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("SIZE", "2")):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(ConfigError, match="master_addr"):
+        tiny_args(deepspeed_mpi=True).configure_distributed_args()
+    args = tiny_args(deepspeed_mpi=True, master_addr="10.0.0.3", master_port=1234)
+    args.configure_distributed_args()
+    assert (args.rank, args.world_size) == (1, 2)
+    published = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    assert published == {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.3", "MASTER_PORT": "1234"}
+
+
+@pytest.mark.parametrize("value", ["two", "1.5"])
+def test_a_damaged_environment_is_named(monkeypatch, value):
+    monkeypatch.setenv("WORLD_SIZE", value)
+    with pytest.raises(ConfigError, match=f"WORLD_SIZE={value}"):
+        tiny_args()
 
 
 def test_a_single_process_needs_no_launcher(monkeypatch):

@@ -52,3 +52,8 @@ def test_every_argument_has_a_type_that_can_be_checked():
 def test_head_dim_wants_a_whole_number(value):
     _, problem = check("head_dim", value, annotations()["head_dim"])
     assert "head_dim" in problem and repr(value) in problem and "whole number" in problem
+
+
+def test_a_misspelt_choice_names_the_nearest():
+    assert check("activation", "Sweglu", annotations()["activation"])[1].endswith("; did you mean swiglu?")
+    assert "did you mean" not in check("activation", 3, annotations()["activation"])[1]
