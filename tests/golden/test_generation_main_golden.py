@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import generate
@@ -25,13 +26,16 @@ def _values(folder, **settings):
     return {**values, "load": str(folder), "maximum_tokens": NEW_TOKENS, "pipe_parallel_size": 0, **settings}
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoint")
+def _write_checkpoint(folder, tp):
     (folder / "latest").write_text("global_step0")
     (folder / "global_step0").mkdir()
-    cases.write_checkpoint(CASE, 1, folder / "global_step0")
+    cases.write_checkpoint(CASE, tp, folder / "global_step0")
     return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return _write_checkpoint(tmp_path_factory.mktemp("checkpoint"), tp=1)
 
 
 def _runs(rank, world_size, runs):
@@ -83,6 +87,17 @@ def test_modes_and_errors(checkpoint, tmp_path):
     ]
     for outcome, (kind, words) in zip(outcomes[3:], errors, strict=True):
         assert isinstance(outcome, kind) and words in str(outcome), outcome
+
+
+def test_two_ranks_trained_with_sequence_parallel(tmp_path):
+    _write_checkpoint(tmp_path, tp=2)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(bytes(prompt).decode() for prompt, _ in golden_texts(CASE)))
+    settings = dict(text_gen_type="input-file", sample_input_file=str(prompts), return_logits=True)
+    run = _values(tmp_path, **settings, model_parallel_size=2, sequence_parallel=True)
+    for (records,) in run_distributed(2, _runs, [run], tmp_path=tmp_path):
+        for record, (_, golden) in zip(records, golden_texts(CASE), strict=True):
+            assert torch.tensor(record["logits"]).argmax(-1).tolist() == golden
 
 
 def test_started_by_hand_it_prints_text_or_one_error_line(checkpoint, tmp_path):
