@@ -108,7 +108,8 @@ def _model_with_every_kind():
     mlp = _mlp()
     norms = torch.nn.ModuleList([LayerNorm(4), RMSNorm((2, 3)), ScaleNorm(4)])
     model = torch.nn.ModuleDict({"mlp": mlp, "norms": norms, "free": torch.nn.Linear(2, 2, bias=False)})
-    model["again"] = mlp  # shared, as a tied embedding is
+    model["tied"] = torch.nn.Linear(1, 1, bias=False)
+    model["tied"].weight = mlp.linear1.weight
     model["free"].weight._no_weight_decay = True
     model["frozen"] = torch.nn.Linear(2, 2)
     model["frozen"].requires_grad_(False)
