@@ -94,7 +94,13 @@ def load_or_build(request: SampleRequest, use_shared_fs: bool = True) -> IndexMa
         except DataError as problem:
             error = problem
     agree(error, f"the index maps of {request.data_prefix} ({request.name})")
-    return IndexMaps(request.file_name(part) for part in PARTS)
+    try:
+        return IndexMaps(request.file_name(part) for part in PARTS)
+    except FileNotFoundError as missing:
+        raise DataError(
+            f"index map {missing.filename} was built on another host and is not on this one; set use_shared_fs=false "
+            "where hosts share no file system"
+        ) from missing
 
 
 def build(request: SampleRequest):

@@ -86,8 +86,11 @@ def test_after_the_last_batch_the_first_comes_again(corpus):
     passes = len(train) // 2
     batches = take(build_train_valid_test_data_iterators(args)[0], 2 * passes + 1)
     assert equal(batches[:passes], batches[passes : 2 * passes]) and torch.equal(batches[0], batches[-1])
+    # A run resumed in the second pass goes on to the whole of the third.
     args.iteration = passes + 1
-    assert torch.equal(next(build_train_valid_test_data_iterators(args)[0])["text"], batches[1])
+    assert equal(
+        take(build_train_valid_test_data_iterators(args)[0], passes + 3), (batches[:passes] * 2)[1:][: passes + 3]
+    )
 
 
 def test_a_validation_set_of_one_short_document_works(tmp_path):
@@ -205,6 +208,21 @@ def test_what_cannot_work_is_named(overrides, problem, corpus):
     with pytest.raises((ConfigError, DataError), match=problem):
         args = args_for(**{"data_path": corpus, **overrides})
         take(build_train_valid_test_data_iterators(args)[0], 10)
+
+
+def test_settings_reach_the_files(corpus, tmp_path, monkeypatch):
+    data_path = write(tmp_path / "text", [np.arange(120)] * 10)
+    read, shared = [], []
+    monkeypatch.setattr("megatron.data.indexed_dataset._read_through", read.append)
+    monkeypatch.setattr(
+        "megatron.data.index_maps.is_builder", lambda use_shared_fs: shared.append(use_shared_fs) or True
+    )
+    build_train_valid_test_data_iterators(args_for(data_path))
+    assert read == [] and shared == [True] * 3
+    args = args_for(data_path, mmap_warmup=True, use_shared_fs=False, allow_chopped=False, seed=5)
+    build_train_valid_test_data_iterators(args)
+    assert read == [f"{data_path}.idx", f"{data_path}.bin"] and shared[3:] == [False] * 3
+    assert (tmp_path / "text_train_indexmap_20ns_32sl_5s_packedpi_doc_idx.npy").is_file()  # no _ac
 
 
 def test_lists_that_do_not_fit_the_paths_are_named(tmp_path):

@@ -54,6 +54,14 @@ def test_packed_samples_are_the_stream_cut_every_seq_length(lengths, num_samples
     assert epochs == 1 or ((epochs - 1) * sum(lengths) - 1) // 7 < num_samples
 
 
+def test_positions_by_hand():
+    """Documents of 0, 5, 0 and 4 tokens, a sample every 3: tokens 0, 3 and 6 begin one, 8 is the last token."""
+    lengths = np.array([0, 5, 0, 4], dtype=np.int32)
+    positions = index_maps.sample_positions(lengths, 3, np.arange(3))
+    assert positions.tolist() == [[0, 0], [1, 3], [3, 1]]  # reading begins with the empty document, as in GPT-NeoX
+    assert index_maps.sample_positions(lengths, 3, np.array([2])).tolist() == [[3, 1]]
+
+
 def test_only_the_documents_of_the_split_are_read(tmp_path):
     dataset = dataset_of(write(tmp_path / "data", numbered_documents([20, 20, 20, 20])), 30, documents=[1, 2])
     seen = np.concatenate([dataset[index]["text"] for index in range(len(dataset))])
@@ -182,6 +190,12 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=f"Permission denied.*{tmp_path}"):
         dataset_of(indexed)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.bin", "data.idx"]
+
+
+def test_a_host_without_the_files_is_told_the_setting(tmp_path, monkeypatch):
+    monkeypatch.setattr(index_maps, "is_builder", lambda use_shared_fs: False)
+    with pytest.raises(DataError, match="use_shared_fs=false"):
+        dataset_of(write(tmp_path / "data", numbered_documents([50])))
 
 
 def test_a_pickled_data_set_reads_the_same(tmp_path):

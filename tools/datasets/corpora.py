@@ -46,8 +46,8 @@ class Preparation:
 
     @property
     def name(self) -> str:
-        """Folder and file name of the output: the data set's, or the file's without endings."""
-        return os.path.basename(os.path.normpath(self.dataset)).split(".")[0]
+        """Folder and file name of the output: the data set's, or the (first) file's without endings."""
+        return os.path.basename(os.path.normpath(self.dataset.split(",")[0])).split(".")[0]
 
     @property
     def folder(self) -> str:

@@ -17,7 +17,6 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Dict, Iterable, Iterator, List, Tuple
 
-import numpy as np
 from tqdm import tqdm
 
 sys.path.insert(0, os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir)))
@@ -166,7 +165,7 @@ def _write_all(encoded: Iterable, builders: dict, num_docs: int, log_interval: i
     with tqdm(total=num_docs, unit=" docs", desc="tokenizing", mininterval=interval) as bar:
         for tokens, document_bytes in encoded:
             for key, builder in builders.items():
-                builder.add_item(np.array(tokens[key], dtype=builder.dtype))
+                builder.add_item(tokens[key])
                 builder.end_document()
             count, size = count + 1, size + document_bytes
             bar.update()
