@@ -11,7 +11,7 @@ from megatron.mpu.mappings import (
     copy_to_model_parallel_region,
     copy_weight_to_sequence_parallel_region,
     gather_from_model_parallel_region,
-    gather_from_sequence_parallel_region,
+    gathered_linear,
     reduce_from_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_model_parallel_region,
@@ -73,11 +73,11 @@ class ColumnParallelLinear(torch.nn.Module):
 
     def forward(self, input_: torch.Tensor) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
         """input_ [..., in] -> (output [..., out/p] or [..., out], bias [out/p] if skip_bias_add else None)."""
+        bias = None if self.skip_bias_add else self.bias
         if self.sequence_parallel:
-            whole = gather_from_sequence_parallel_region(input_, self.seq_dim)
+            output = gathered_linear(input_, self.weight, bias, self.seq_dim)
         else:
-            whole = copy_to_model_parallel_region(input_)
-        output = F.linear(whole, self.weight, None if self.skip_bias_add else self.bias)
+            output = F.linear(copy_to_model_parallel_region(input_), self.weight, bias)
         if self.gather_output:
             output = gather_from_model_parallel_region(output)
         return output, self.bias if self.skip_bias_add else None

@@ -4,10 +4,11 @@ Each move is an autograd function whose backward is the transpose of its forward
 None changes its input.
 """
 
-from typing import Tuple
+from typing import Optional, Tuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from megatron.mpu.groups import (
     get_fp32_allreduce,
@@ -117,6 +118,23 @@ class _ReduceScatter(torch.autograd.Function):
         return _all_gather(gradient, ctx.dim), None
 
 
+class _GatheredLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, piece, weight, bias, seq_dim):
+        ctx.save_for_backward(piece, weight)
+        ctx.seq_dim, ctx.has_bias = seq_dim, bias is not None
+        return F.linear(_all_gather(piece, seq_dim), weight, bias)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        piece, weight = ctx.saved_tensors
+        whole = _all_gather(piece, ctx.seq_dim)
+        rows = gradient.flatten(0, -2)
+        weight_gradient = rows.T @ whole.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        bias_gradient = rows.sum(0) if ctx.has_bias else None
+        return _reduce_scatter(gradient @ weight, ctx.seq_dim), weight_gradient, bias_gradient, None
+
+
 def _alone() -> bool:
     return get_model_parallel_world_size() == 1
 
@@ -159,6 +177,17 @@ def gather_from_sequence_parallel_region(
 def reduce_scatter_to_sequence_parallel_region(tensor: torch.Tensor, seq_dim: int = 0) -> torch.Tensor:
     """Sum over the ranks, of which each keeps its piece of the sequence; the gradients are gathered."""
     return tensor if _alone() else _ReduceScatter.apply(tensor, seq_dim)
+
+
+def gathered_linear(
+    piece: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] = None, seq_dim: int = 0
+) -> torch.Tensor:
+    """linear(gather_from_sequence_parallel_region(piece), weight, bias), keeping only the piece for the backward pass.
+
+    The whole sequence is gathered a second time there: the memory sequence_parallel is to save for one more collective
+    (Korthikanti et al. 2022, section 4.2.2).
+    """
+    return F.linear(piece, weight, bias) if _alone() else _GatheredLinear.apply(piece, weight, bias, seq_dim)
 
 
 def copy_weight_to_sequence_parallel_region(weight: torch.Tensor) -> torch.Tensor:

@@ -180,3 +180,28 @@ def _bad_ids(rank, world_size):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_id_outside_the_vocabulary_fails_on_every_rank(world_size, tmp_path):
     run_distributed(world_size, _bad_ids, tmp_path=tmp_path)
+
+
+def _sequence_in_dimension_1(rank, world_size):
+    """A column layer and a row layer on [b, s, h], the first with a frozen weight."""
+    mpu.initialize_model_parallel(world_size)
+    options = dict(init_method=_init, sequence_parallel=True, seq_dim=1)
+    with mpu.parameter_scope(SEED, LAYER):
+        column = mpu.ColumnParallelLinear(SETTINGS, IN, MID, **options)
+        row = mpu.RowParallelLinear(SETTINGS, MID, OUT, **options)
+    column.weight.requires_grad_(False)
+    x = torch.randn(B, S, IN, generator=torch.Generator().manual_seed(6)).chunk(world_size, 1)[rank].contiguous()
+    x.requires_grad_()
+    output = row(torch.tanh(column(x)[0]))[0]
+    output.square().sum().backward()
+    assert column.weight.grad is None and column.bias.grad is not None
+    return output.detach().numpy(), x.grad.numpy()
+
+
+def test_sequence_parallel_along_dimension_1(tmp_path):
+    x = torch.randn(B, S, IN, generator=torch.Generator().manual_seed(6)).double().requires_grad_()
+    output = torch.tanh(x @ _master(0, MID, IN).double().T) @ _master(1, OUT, MID).double().T
+    output.square().sum().backward()
+    outputs, gradients = zip(*run_distributed(2, _sequence_in_dimension_1, tmp_path=tmp_path), strict=True)
+    np.testing.assert_allclose(np.concatenate(outputs, 1), output.detach(), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(np.concatenate(gradients, 1), x.grad, rtol=1e-4, atol=1e-3)
