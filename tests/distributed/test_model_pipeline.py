@@ -66,6 +66,9 @@ def _train_pipeline(settings, pp, tp):
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": MICRO_BATCHES,
         "gradient_clipping": 0.0,
+        # DeepSpeed would send a stage's output in slices, one from each tensor-parallel rank, as if all ranks held
+        # the same. Under sequence_parallel they hold other tokens.
+        "pipeline": {"pipe_partitioned": not args.sequence_parallel, "grad_partitioned": not args.sequence_parallel},
         "zero_allow_untrusted_optimizer": True,
     }
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
