@@ -70,6 +70,13 @@ def test_the_generator_decides(name):
     assert not torch.equal(_draw(method), first) or name == "normal"
 
 
+@pytest.mark.parametrize("width", [80, 57])
+def test_more_padding_leaves_the_vocabulary_as_it_was(width):
+    """The padded vocabulary grows with the number of model-parallel ranks; the rows before it must not change."""
+    method, _ = get_init_methods(_args("normal"))
+    assert torch.equal(_draw(method, 3 * 128, width), _draw(method, 2 * 256, width)[: 3 * 128])
+
+
 def test_parameters_have_seeds_of_their_own():
     layers, parameters = 200, 30
     seeds = {parameter_seed(1234, layer, number) for layer in range(layers) for number in range(parameters)}
