@@ -57,7 +57,14 @@ def _resume(neox_args, engine, folder: str) -> Dict[str, Any]:
         use_safe_files(engine)
         _require_optimizer_file(engine, folder)
     with together():
-        _, state = engine.load_checkpoint(os.path.dirname(folder), tag=os.path.basename(folder))
+        try:
+            _, state = engine.load_checkpoint(os.path.dirname(folder), tag=os.path.basename(folder))
+        except (ValueError, KeyError, RuntimeError, AssertionError) as error:
+            # Weights and layout fit, as checked above: what is left is the optimizer's and the schedule's state.
+            raise CheckpointError(
+                f"the training state in {folder} does not fit this run's optimizer settings ({error}); use those "
+                "of the checkpoint's run, or set no_load_optim=true to take only its weights"
+            ) from error
     return state
 
 

@@ -54,9 +54,10 @@ def _run(rank, world_size, folder, cases):
         engine = build_engine(other)
         resumed = train(other, engine, 2, first=2)
 
-        without = args.update(load=root, iteration=None, seed=4321, no_load_rng=True)
-        other_noise = train(without, build_engine(without), 2, first=2)
-        results[name] = (other.iteration, expected, resumed, other_noise)
+        results[name] = [other.iteration, expected, resumed, None]
+        if name == next(iter(cases)):
+            without = args.update(load=root, iteration=None, seed=4321, no_load_rng=True)
+            results[name][-1] = train(without, build_engine(without), 2, first=2)
     return results
 
 
