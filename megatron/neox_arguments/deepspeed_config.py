@@ -5,6 +5,7 @@ from typing import Any, Dict
 
 from megatron.neox_arguments.deepspeed_keys import IGNORED
 from megatron.neox_arguments.fields import NeoXArgsDeepspeedConfig
+from megatron.neox_arguments.support import REFUSED
 
 _ALWAYS = (
     "train_batch_size",
@@ -25,7 +26,10 @@ def deepspeed_config(args: Any) -> Dict[str, Any]:
     config: Dict[str, Any] = {}
     for name, field in NeoXArgsDeepspeedConfig.__dataclass_fields__.items():
         value = getattr(args, name)
-        if name not in _NOT_FOR_DEEPSPEED and (name in _ALWAYS or value != field.default):
+        # A refused section is here only if it is switched off; DeepSpeed raises on some of them all the same.
+        if name in _NOT_FOR_DEEPSPEED or name in REFUSED:
+            continue
+        if name in _ALWAYS or value != field.default:
             config[name] = copy.deepcopy(value)
     for section, keys in IGNORED.items():
         for key in keys:
@@ -33,5 +37,7 @@ def deepspeed_config(args: Any) -> Dict[str, Any]:
     # ZeRO otherwise accepts only DeepSpeed's own optimizers, and would insist on its compiled CPU Adam.
     config["zero_allow_untested_optimizer"] = True
     config["zero_force_ds_cpu_optimizer"] = False
+    if args.dump_state or (args.comms_logger or {}).get("enabled"):
+        config["log_level"] = "info"  # below that DeepSpeed shows neither
     config.update(copy.deepcopy(args.deepspeed_extra_args or {}))
     return config

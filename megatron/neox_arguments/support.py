@@ -22,7 +22,7 @@ HONOURED = frozenset(
     """.split()
     # Passed to DeepSpeed.
     + """
-    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer scheduler fp32_allreduce
+    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer fp32_allreduce
     prescale_gradients gradient_predivide_factor fp16 bf16 gradient_clipping zero_optimization steps_per_print
     wall_clock_breakdown dump_state flops_profiler tensorboard wandb csv_monitor comms_logger checkpoint data_types
     deepspeed_extra_args
@@ -116,6 +116,7 @@ _REFUSED_BY_FEATURE: Dict[str, str] = {
     "mamba_use_bias_in_conv mamba_use_bias_in_linears",
     _RWKV: "dim_att head_size ffn_dim",
     "the gmlp layer": "gmlp_attn_dim",
+    "a learning-rate scheduler of DeepSpeed's": "scheduler",
     _TE: "te_columnparallel te_rowparallel te_layernorm_mlp te_mha te_fp8_format te_fp8_wgrad te_fp8_amax_history_len "
     "te_fp8_amax_compute_algo te_fp8_margin te_fp8_mha",
     _PREFERENCE: "train_impl dpo_fp32 dpo_reference_free dpo_beta kto_fp32 kto_desirable_weight kto_undesirable_weight "
@@ -155,6 +156,7 @@ REFUSED: Dict[str, str] = {name: feature for feature, names in _REFUSED_BY_FEATU
 """Argument -> the feature it belongs to, which is not built. Only the default is accepted."""
 
 _INSTEAD: Dict[str, str] = {
+    "scheduler": "the learning rate follows lr_decay_style, warmup and min_lr",
     "head_size": "for the width of one attention head set head_dim",
     "ffn_dim": "for the width of one MLP branch set ffn_hidden_size",
     "communication_data_type": "write deepspeed_extra_args: {communication_data_type: fp32}",
@@ -250,17 +252,11 @@ def _combination_problems(values: Mapping[str, Any]) -> List[str]:
 
 def _combinations(values: Mapping[str, Any]) -> List[Tuple[bool, str]]:
     norm = str(values.get("norm") or "layernorm").lower()
-    optimizer = _block(values, "optimizer").get("type")
     other_keys = sorted(set(_block(values, "checkpoint")) - set(_CHECKPOINT_KEYS))
     return [
         (
             values.get("use_bias_in_norms") is False and norm == "layernorm",
             "use_bias_in_norms=False: layernorm always has its bias, as in GPT-NeoX; remove it",
-        ),
-        (
-            bool(values.get("scheduler")) and str(optimizer).lower() != "onebitadam",
-            f"scheduler={_short(values.get('scheduler'))}: the learning rate follows lr_decay_style, warmup and "
-            "min_lr, so a DeepSpeed scheduler would be ignored; remove it",
         ),
         (
             _block(values, "flops_profiler").get("enabled") is True

@@ -114,8 +114,6 @@ def _generation(settings: Any) -> Iterator[str]:
 
 
 def _machinery(settings: Any) -> Iterator[str]:
-    if not settings.deepspeed:
-        yield "deepspeed=False: training without DeepSpeed is not possible; remove it"
     if settings.distributed_backend not in _BACKENDS:
         yield f"distributed_backend={settings.distributed_backend!r} must be one of {', '.join(_BACKENDS)}"
     if settings.include and settings.exclude:

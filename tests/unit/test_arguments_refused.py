@@ -77,7 +77,6 @@ def test_false_where_the_default_is_true_is_not_off():
         ({"flops_profiler": {"enabled": True}, "pipe_parallel_size": 1}, True),
         ({"flops_profiler": {"enabled": False}, "pipe_parallel_size": 1}, False),
         ({"flops_profiler": {"enabled": True}}, False),
-        ({"scheduler": {"type": "WarmupDecayLR"}, "optimizer": {"type": "OneBitAdam", "params": {}}}, False),
         ({"use_bias_in_norms": False}, True),
         ({"use_bias_in_norms": False, "norm": "layernorm"}, True),
         ({"use_bias_in_norms": False, "norm": "rmsnorm"}, False),

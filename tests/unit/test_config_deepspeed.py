@@ -92,3 +92,15 @@ def test_the_known_keys_are_deepspeeds():
     for section, model in models.items():
         accepted = {field.alias or name for name, field in model.model_fields.items()}
         assert accepted == set(KEYS[section]), section
+
+
+def test_a_refused_section_that_is_switched_off_does_not_reach_deepspeed():
+    assert "amp" not in tiny_args(amp={"enabled": False}).deepspeed_config
+
+
+@pytest.mark.parametrize("asking", [{"dump_state": True}, {"comms_logger": {"enabled": True, "verbose": True}}])
+def test_reports_that_deepspeed_makes_at_level_info_are_shown(asking):
+    assert tiny_args(**asking).deepspeed_config["log_level"] == "info"
+    assert "log_level" not in tiny_args().deepspeed_config
+    quiet = tiny_args(**asking, deepspeed_extra_args={"log_level": "error"})
+    assert quiet.deepspeed_config["log_level"] == "error"

@@ -29,8 +29,8 @@ class NeoXArgsDeepspeedConfig:
     optimizer at all."""
 
     scheduler: Optional[dict] = None
-    """A learning-rate scheduler in DeepSpeed's form. Filled in for the optimizer onebitadam, which DeepSpeed drives
-    itself; refused with any other, because `lr_decay_style`, `warmup` and `min_lr` set the learning rate."""
+    """A learning-rate scheduler in DeepSpeed's form. Refused unless null: `lr_decay_style`, `warmup` and `min_lr` set
+    the learning rate, so it would be ignored."""
 
     fp32_allreduce: bool = False
     """Take the sums over tensor-parallel ranks in fp32, whatever the type of the activations. It changes results for
@@ -83,8 +83,8 @@ class NeoXArgsDeepspeedConfig:
     device, so steps get slower."""
 
     dump_state: bool = False
-    """Let DeepSpeed print its configuration and state when the engine is built. It does so at its log level info, so
-    add `deepspeed_extra_args: {log_level: info}`."""
+    """Let DeepSpeed print its configuration and state when the engine is built. Its log level is set to info for
+    that, unless `deepspeed_extra_args` names another one."""
 
     flops_profiler: Optional[dict] = None
     """DeepSpeed's per-module profiler: `enabled`, `profile_step`, `module_depth`, `top_modules`, `detailed`,
@@ -127,7 +127,7 @@ class NeoXArgsDeepspeedConfig:
 
     comms_logger: Optional[dict] = None
     """DeepSpeed's log of collective operations: `enabled`, `verbose`, `prof_all`, `debug`. Only with `verbose: true`
-    and `deepspeed_extra_args: {log_level: info}` is anything shown."""
+    is anything shown. DeepSpeed's log level is set to info for it, unless `deepspeed_extra_args` names another one."""
 
     compression_training: Optional[dict] = None
     """Quantisation and pruning during training. Refused unless null: DeepSpeed 0.19 has removed it."""

@@ -12,8 +12,8 @@ class NeoXArgsOptimizer:
         "adam"
     )
     """Taken from `optimizer.type`. adam is AdamW (decoupled weight decay); cpu_adam is DeepSpeed's for offloaded states
-    and compiles itself; cpu_torch_adam is torch's on the CPU; onebitadam is built by DeepSpeed; sm3, madgrad_wd, sgd
-    and lion as published."""
+    and compiles itself; cpu_torch_adam is torch's on the CPU; sm3, madgrad_wd, sgd and lion as
+    published. onebitadam is refused: DeepSpeed 0.19 no longer has it."""
 
     use_bnb_optimizer: bool = False
     """Adam with 8-bit states of bitsandbytes. Refused unless false: not built."""
