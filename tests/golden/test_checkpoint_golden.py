@@ -196,3 +196,50 @@ def _converted(rank, world_size, root):
 def test_half_precision_models_take_rounded_weights(tmp_path):
     root = write_layers(tmp_path / "ckpt", "case5_headdim32_gqa", 1)
     assert run_distributed(1, _converted, root, tmp_path=tmp_path) == [[]]
+
+
+def _continued(rank, world_size, source, target, tp):
+    """Resume GPT-NeoX's run and save it again; what was resumed and what is in the new files."""
+    from megatron.checkpointing import save_checkpoint
+    from tests.helpers.engines import build_engine
+
+    text = (cases.DATA / "case5_headdim32_gqa" / "config.yml").read_text()
+    args = cases.arguments("case5_headdim32_gqa", tp, 1, load=source, save=target, config_files={"config.yml": text})
+    engine = build_engine(args)
+    restored = torch.get_rng_state().numpy()
+    save_checkpoint(args, args.iteration, engine)
+    return args.iteration, restored
+
+
+def _kinds(value):
+    """Keys and types, not the numbers, of a nested value."""
+    if isinstance(value, dict):
+        return [(key, _kinds(each)) for key, each in value.items()]
+    return (value.dtype, value.shape) if isinstance(value, torch.Tensor) else type(value)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_run_of_gpt_neox_continues_and_is_saved_in_the_same_files(tp, tmp_path):
+    source = write_layers(tmp_path / "theirs", "case5_headdim32_gqa", tp)
+    target = str(tmp_path / "ours")
+    results = run_distributed(tp, _continued, source, target, tp, tmp_path=tmp_path)
+    theirs, ours = Path(source) / "global_step0", Path(target) / "global_step0"
+    assert (Path(target) / "latest").read_bytes() == b"global_step0"
+    assert {path.name for path in ours.iterdir()} == {path.name for path in theirs.iterdir()} | {"head_geometry.json"}
+    assert (ours / "configs" / "config.yml").read_text() == (theirs / "configs" / "config.yml").read_text()
+    for path in sorted(theirs.glob("*.pt")):
+        before = torch.load(path, weights_only=False)
+        after = torch.load(ours / path.name, weights_only=False)
+        assert list(before) == list(after), path.name
+        for key in before:
+            if key != "ds_config":
+                assert _kinds(after[key]) == _kinds(before[key]), (path.name, key)
+    for rank, (iteration, torch_state) in enumerate(results):
+        state = torch.load(theirs / f"mp_rank_{rank:02d}_model_states.pt", weights_only=False)
+        again = torch.load(ours / f"mp_rank_{rank:02d}_model_states.pt", weights_only=False)
+        assert iteration == state["iteration"] == 0
+        assert state["args"] == again["args"]
+        assert torch.equal(torch.from_numpy(torch_state), state["torch_rng_state"])
+        assert torch.equal(
+            again["rng_tracker_states"]["model-parallel-rng"], state["rng_tracker_states"]["model-parallel-rng"]
+        )
