@@ -5,10 +5,13 @@ from typing import Any, Dict
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 from megatron import mpu
 from megatron.checkpointing import load_checkpoint
 from megatron.errors import BackendError
+from megatron.initialize import print_rank_0
 from megatron.logging.quiet import is_verbose, without_library_prints
 from megatron.model.gpt2_model import build_model, cross_entropy
 from megatron.model.utils import get_params_for_weight_decay_optimization
@@ -38,57 +41,67 @@ def setup_model_and_optimizer(neox_args):
 def _build_engine(neox_args, model):
     groups = get_params_for_weight_decay_optimization(model, neox_args)
     optimizer = get_optimizer(neox_args, groups)
-    by_deepspeed = optimizer is None  # onebitadam, with the schedule that DeepSpeed has for it
-    config = _deepspeed_config(neox_args)
     engine, _, _, _ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
-        model_parameters=groups if by_deepspeed else None,
-        lr_scheduler=None if by_deepspeed else partial(get_learning_rate_scheduler, neox_args),
+        lr_scheduler=partial(get_learning_rate_scheduler, neox_args),
         mpu=None if neox_args.is_pipe_parallel else mpu,
-        config=config,
+        config=_deepspeed_config(neox_args),
         dist_init_required=False,
     )
-    if not by_deepspeed:
-        # Mixed-precision and ZeRO optimizers have parameter groups of their own.
-        engine.lr_scheduler.optimizer = engine.optimizer
+    # Mixed-precision and ZeRO optimizers have parameter groups of their own.
+    engine.lr_scheduler.optimizer = engine.optimizer
     engine.neox_loss = cross_entropy(neox_args)
-    engine.neox_grad_norm = None
-    if _clips_here(neox_args):
-        engine.neox_grad_norm = GradientNorm(
-            engine.basic_optimizer, neox_args.gradient_clipping, engine.mpu.get_model_parallel_group()
-        )
+    engine.neox_grad_norm = _own_clipping(neox_args, engine) if _clips_here(neox_args) else None
     if neox_args.is_pipe_parallel:
         engine.set_batch_fn(partial(get_batch, neox_args))
-        # DeepSpeed takes any class named GPT2ModelPipe to send an attention mask between stages; this one does not.
-        engine.set_has_attention_mask(False)
     return engine
 
 
 def _clips_here(neox_args) -> bool:
-    """A plain torch optimizer steps the model's own parameters: see gradients.py."""
-    return neox_args.precision == "fp32" and neox_args.zero_stage == 0 and neox_args.optimizer_type != "onebitadam"
+    """Where DeepSpeed's own norm is not the true one: see gradients.py."""
+    in_bf16 = neox_args.precision == "bfloat16" and not neox_args.is_pipe_parallel
+    return neox_args.zero_stage == 0 and (neox_args.precision == "fp32" or in_bf16)
+
+
+def _own_clipping(neox_args, engine) -> GradientNorm:
+    optimizer, copies = engine.basic_optimizer, {}
+    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        # It has made a step on zero gradients to allocate the state: that is not the same as no step, because Adam
+        # counts it in its bias correction and weights have decayed.
+        optimizer.state.clear()
+        engine.optimizer.refresh_fp32_params()
+        groups = zip(engine.optimizer.fp32_groups, engine.optimizer.fp16_groups, strict=True)
+        copies = {id(c): p for fp32, fp16 in groups for c, p in zip(fp32, fp16, strict=True)}
+    return GradientNorm(optimizer, neox_args.gradient_clipping, engine.mpu.get_model_parallel_group(), copies)
 
 
 def _deepspeed_config(neox_args) -> Dict[str, Any]:
     config = neox_args.deepspeed_config
-    config["zero_allow_untested_optimizer"] = True
     if _clips_here(neox_args):
         config["gradient_clipping"] = 0.0
+    if _needs_zero_for_fp16(neox_args):
+        config["zero_optimization"]["stage"] = 1
+        print_rank_0("fp16 without ZeRO runs as ZeRO stage 1: this DeepSpeed scales the loss only there")
     if not is_verbose(neox_args):
         config["steps_per_print"] = None  # its lines would tear the progress bar, and say what that says
     return config
 
 
+def _needs_zero_for_fp16(neox_args) -> bool:
+    """DeepSpeed 0.19 divides fp16 gradients by the loss scale, but multiplies the loss by it under ZeRO only; without,
+    small gradients vanish and none is ever clipped. Stage 1 steps the same, and keeps less on each replica."""
+    return neox_args.precision == "fp16" and neox_args.zero_stage == 0
+
+
 def _refuse(neox_args) -> None:
-    """What DeepSpeed would fail on later with an assertion of its own."""
+    """What DeepSpeed would fail on later with an error of its own."""
     device = mpu.current_device().type
     problems = []
-    if neox_args.optimizer_type == "onebitadam":
-        if device == "cpu":
-            problems.append("optimizer type=onebitadam needs GPUs (nccl); use adam")
-        if neox_args.zero_stage > 0:
-            problems.append(f"optimizer type=onebitadam excludes ZeRO (zero_optimization.stage={neox_args.zero_stage})")
+    if neox_args.precision == "fp16" and not get_accelerator().is_fp16_supported():
+        problems.append(f"precision=fp16: DeepSpeed does not train in fp16 on this {device}; use bfloat16 or fp32")
+    if neox_args.precision == "bfloat16" and not get_accelerator().is_bf16_supported():
+        problems.append(f"precision=bfloat16: this {device} has no bfloat16; use fp16 or fp32")
     if problems:
         raise BackendError("; ".join(problems))
 

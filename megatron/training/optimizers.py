@@ -1,32 +1,26 @@
 """The optimizer a config names: `optimizer: {"type": ..., "params": {...}}` plus the separate `weight_decay`."""
 
 import inspect
-import logging
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List
 
 import torch
 
 from megatron.errors import BackendError, ConfigError
+from megatron.initialize import print_rank_0
 from megatron.training.optim import SM3, Lion, MadgradWD
 
-logger = logging.getLogger(__name__)
 
-
-def get_optimizer(neox_args, param_groups: List[Dict[str, Any]]) -> Optional[torch.optim.Optimizer]:
+def get_optimizer(neox_args, param_groups: List[Dict[str, Any]]) -> torch.optim.Optimizer:
     """Build the optimizer over `param_groups` (dicts with "params" and, where it differs, "weight_decay").
 
     adam, cpu_adam and cpu_torch_adam decay weights decoupled from the gradient (AdamW, as apex's and DeepSpeed's
-    Adam do by default). Returns None for onebitadam, which DeepSpeed itself builds from the config.
+    Adam do by default).
 
     Raises ConfigError for an unknown type or parameter, BackendError if the library behind it cannot be used.
     """
     kind = neox_args.optimizer_type.lower()
-    if kind == "onebitadam":
-        return None
     if kind not in _BUILDERS:
-        raise ConfigError(
-            f"optimizer type={neox_args.optimizer_type!r} must be one of onebitadam, {', '.join(_BUILDERS)}"
-        )
+        raise ConfigError(f"optimizer type={neox_args.optimizer_type!r} must be one of {', '.join(_BUILDERS)}")
     params = dict((neox_args.optimizer or {}).get("params") or {})
     params.setdefault("weight_decay", neox_args.weight_decay)
     groups = [group for group in param_groups if group["params"]]
@@ -45,7 +39,7 @@ def _adam(groups, params):
 
 def _cpu_adam(groups, params):
     """DeepSpeed's CPU Adam, a C++ extension compiled on first use."""
-    logger.info("compiling DeepSpeed's cpu_adam (minutes at first use; cpu_torch_adam needs no compiler)")
+    print_rank_0("compiling DeepSpeed's cpu_adam (minutes at first use; cpu_torch_adam needs no compiler)")
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     params.pop("torch_adam", None)
@@ -76,7 +70,7 @@ def _madgrad_wd(groups, params):
 
 def _sm3(groups, params):
     if params.pop("weight_decay"):
-        logger.warning("optimizer type=sm3 has no weight decay: weight_decay has no effect")
+        print_rank_0("optimizer type=sm3 has no weight decay: weight_decay has no effect")
     return _construct(SM3, groups, params)
 
 

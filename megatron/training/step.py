@@ -20,13 +20,15 @@ def train_step(neox_args, engine, data_iterator: Iterator) -> Dict[str, Any]:
     """
     rate = engine.optimizer.param_groups[0]["lr"]
     scale = loss_scale(engine)
+    own = engine.neox_grad_norm
+    if own is not None:
+        own.reset()
     if neox_args.is_pipe_parallel:
         loss = engine.train_batch(data_iter=data_iterator)
     else:
         loss = _accumulate(neox_args, engine, data_iterator)
-    own = engine.neox_grad_norm
-    skipped = own.skipped if own is not None else not engine.was_step_applied()
-    norm = own.value if own is not None else engine.get_global_grad_norm()
+    skipped = not engine.was_step_applied() or (own is not None and own.skipped)
+    norm = engine.get_global_grad_norm() if own is None else own.value
     return dict(loss=float(loss), lr=rate, grad_norm=_finite(norm), skipped=skipped, loss_scale=scale)
 
 

@@ -128,10 +128,6 @@ def test_sm3_matrix_by_loops(momentum):
     assert_same([trajectory("sm3", lr=0.1, momentum=momentum)[0]], [w])
 
 
-def test_onebitadam_is_left_to_deepspeed():
-    assert get_optimizer(arguments("onebitadam"), []) is None
-
-
 def test_empty_group_is_dropped():
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = get_optimizer(arguments("adam", lr=0.1), [{"params": [weight]}, {"params": [], "weight_decay": 0.0}])
