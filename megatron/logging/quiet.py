@@ -9,6 +9,7 @@ from contextlib import contextmanager
 _NOISE = re.compile(
     r"Using topology:|SEED_LAYERS=|stage=\d+ layers=\d+|\s+\d+: \w+|\s+loss: \w+|Using \S+ as PyTorch extensions root"
     r"|Emitting ninja build file|Building extension module|Loading extension module|Time to load .* op"
+    r"|(begin|end) bf16_ ?optimizer|(before|after) initializing group|MA [\d.]+ GB|CPU Virtual Memory:"
 )
 _WARNINGS = (
     r".*c10d::\w+.* an autograd kernel was not registered.*",

@@ -5,7 +5,7 @@ from megatron.training.engine import setup_model_and_optimizer
 from megatron.training.evaluation import evaluate
 from megatron.training.learning_rates import AnnealingLR
 from megatron.training.optimizers import get_optimizer
-from megatron.training.pretrain import pretrain
+from megatron.training.run import pretrain
 from megatron.training.step import train_step
 
 __all__ = [
