@@ -4,12 +4,14 @@ import torch
 
 from megatron import mpu
 from megatron.initialize import initialize_megatron
+from megatron.model.attention.core import eager
 from megatron.model.gpt2_model import (
     GPT2ModelPipe,
     GPT2ModelSequential,
     build_model,
     cross_entropy,
 )
+from megatron.model.transformer import ParallelTransformerLayerPipe
 from tests.helpers.configs import tiny_args
 from tests.helpers.distributed import run_distributed
 from tests.helpers.geometries import GQA_TP4, WIDE_NON_DIVISIBLE
@@ -110,3 +112,23 @@ def _checkpointing_keeps_less(rank, world_size):
 def test_activation_checkpointing_keeps_fewer_activations(tmp_path):
     (kept,) = run_distributed(1, _checkpointing_keeps_less, tmp_path=tmp_path)
     assert kept[2] < kept[0] / 4 and kept[3] < kept[1] / 4, kept
+
+
+def _dropped(rank, world_size):
+    """Attention with dropout on the same numbers, twice, and hidden dropout on pieces of the sequence."""
+    args = tiny_args(**GQA_TP4, model_parallel_size=2, global_num_gpus=2, sequence_parallel=True, hidden_dropout=0.5)
+    initialize_megatron(args)
+    ones = torch.ones(5, 2, 3, 4)
+    attended = [
+        eager.attend(ones, ones, ones, scale=0.5, causal_offset=0, dropout_p=0.5, training=True).numpy()
+        for _ in range(2)
+    ]
+    layer = ParallelTransformerLayerPipe(args, 0)
+    return [*attended, layer._bias_dropout(torch.ones(5, 2, 8), None).numpy()]
+
+
+def test_ranks_drop_different_elements_of_what_is_split(tmp_path):
+    first, second = run_distributed(2, _dropped, tmp_path=tmp_path)
+    for mine, other in zip(first, second, strict=True):
+        assert (mine != other).any()
+    assert (first[0] != first[1]).any()

@@ -22,6 +22,8 @@ VARIANTS = {
     "alibi": dict(pos_emb="alibi"),
     "rpe": dict(pos_emb="rpe"),
     "sinusoidal_no_biases": dict(pos_emb="sinusoidal", use_bias_in_mlp=False, use_bias_in_attn_linear=False),
+    "hidden_dropout": dict(SWIGLU, hidden_dropout=0.3),
+    "gpt_j_hidden_dropout": dict(gpt_j_residual=True, hidden_dropout=0.3, use_bias_in_mlp=False),
     "checkpointed": dict(SWIGLU, checkpoint_activations=True, checkpoint_num_layers=1, no_weight_tying=False),
 }
 EVERY_GEOMETRY = ("gated", "gpt_j")

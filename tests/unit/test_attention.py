@@ -206,6 +206,17 @@ def test_kernels_equal_the_reference_behind_a_cache(kernel, width, queries, keys
     assert_close(got, core_reference(q, k, v, 0.3, offset, window), FORWARD)
 
 
+@pytest.mark.parametrize("queries, keys", [(4, 9), (1, 9), (9, 9)])
+def test_flash_without_masks_as_on_cuda(monkeypatch, queries, keys):
+    monkeypatch.setattr(flash, "_takes_masks", lambda device: False)
+    monkeypatch.setattr(flash, "hidden_keys", lambda *a: None if queries == 1 else pytest.fail("a mask was built"))
+    q, k, v = (
+        torch.randn(t, BATCH, heads, 12, dtype=torch.float64) for t, heads in ((queries, 6), (keys, 2), (keys, 2))
+    )
+    got = flash.attend(q.float(), k.float(), v.float(), scale=0.3, causal_offset=keys - queries)
+    assert_close(got, core_reference(q, k, v, 0.3, keys - queries), FORWARD)
+
+
 def test_flash_runs_the_flash_kernel_and_nothing_else():
     q = torch.randn(9, BATCH, 2, 16, requires_grad=True)
     output = flash.attend(q, q, q, scale=0.25, causal_offset=0)

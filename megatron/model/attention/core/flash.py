@@ -2,7 +2,7 @@
 
 A kernel is forced, never suggested: SDPA may not fall back to its math path behind the user's back.
 Unlike the package (2.1 and later), SDPA's `is_causal` is aligned to the top left corner, so with a cache (s < t)
-the causal rule must be given in another way: see `_sdpa_causal`.
+the causal rule must be given in another way: see `_sdpa`.
 """
 
 from contextlib import nullcontext
@@ -88,8 +88,8 @@ def _pad_head_dim(x: torch.Tensor) -> torch.Tensor:
 def _sdpa(q, k, v, *, scale, causal_offset, window, dropout_p):
     """torch's kernel. q [b, s, n, d], k and v [b, t, m, d] -> [b, s, n, d]."""
     query_tokens = q.shape[1]
-    if causal_offset and query_tokens > 1 and q.device.type == "cuda":
-        # The CUDA kernel takes no mask: stand-in queries for the cached tokens make the top left corner the right one.
+    if causal_offset and query_tokens > 1 and not _takes_masks(q.device):
+        # Stand-in queries for the cached tokens make the top left corner the right one.
         q, causal_offset = F.pad(q, (0, 0, 0, 0, causal_offset, 0)), 0
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, heads, s or t, d]
     causal = _causal(q.shape[2], k.shape[2], causal_offset, window, q.device)
@@ -98,6 +98,11 @@ def _sdpa(q, k, v, *, scale, causal_offset, window, dropout_p):
             q, k, v, dropout_p=dropout_p, scale=scale, enable_gqa=q.shape[1] != k.shape[1], **causal
         )
     return context.transpose(1, 2)[:, -query_tokens:]
+
+
+def _takes_masks(device: torch.device) -> bool:
+    """Whether torch's flash kernel takes a mask: the CPU one does, the CUDA one only knows is_causal."""
+    return device.type != "cuda"
 
 
 def _causal(query_tokens, key_tokens, causal_offset, window, device) -> Dict[str, Any]:
