@@ -87,17 +87,23 @@ class LearnedPositions(torch.nn.Module):
 class SinusoidalPositions(torch.nn.Module):
     """[sin(i w_k), cos(i w_k)] with w_k = 10000^(-2k/h) (Vaswani et al. 2017, section 3.5, all sines first).
 
-    inv_freq holds the w_k; it is a buffer because checkpoints have it.
+    The buffer inv_freq holds the w_k because checkpoints have it. The angles are not computed from it: DeepSpeed casts
+    buffers to the model's precision, and in half precision late positions would be off by more than a radian.
     """
 
     def __init__(self, hidden_size: int, offset: int = 0):
         super().__init__()
         self.hidden_size = hidden_size
         self.offset = offset
-        exponents = torch.arange(0, hidden_size, 2, dtype=torch.float32, device=mpu.current_device()) / hidden_size
-        self.register_buffer("inv_freq", 10000.0**-exponents)
+        self.register_buffer("inv_freq", self._frequencies(mpu.current_device()))
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
         """[b, s] -> [b, s, h] in fp32."""
-        angles = (position_ids + self.offset).float().unsqueeze(-1) * self.inv_freq.float()  # [b, s, ceil(h/2)]
+        frequencies = self._frequencies(position_ids.device)
+        angles = (position_ids + self.offset).float().unsqueeze(-1) * frequencies  # [b, s, ceil(h/2)]
         return torch.cat((angles.sin(), angles.cos()), dim=-1)[..., : self.hidden_size]
+
+    def _frequencies(self, device: torch.device) -> torch.Tensor:
+        """w_k in fp32, [ceil(h/2)]."""
+        exponents = torch.arange(0, self.hidden_size, 2, dtype=torch.float32, device=device) / self.hidden_size
+        return 10000.0**-exponents

@@ -37,6 +37,10 @@ def deepspeed_config(args: Any) -> Dict[str, Any]:
     # ZeRO otherwise accepts only DeepSpeed's own optimizers, and would insist on its compiled CPU Adam.
     config["zero_allow_untested_optimizer"] = True
     config["zero_force_ds_cpu_optimizer"] = False
+    if args.is_pipe_parallel and args.sequence_parallel:
+        # DeepSpeed sends each tensor-parallel rank's piece of what it takes to be one tensor; here they hold
+        # different parts of the sequence, and the rest of each would be lost without an error.
+        config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     if args.dump_state or (args.comms_logger or {}).get("enabled"):
         config["log_level"] = "info"  # below that DeepSpeed shows neither
     config.update(copy.deepcopy(args.deepspeed_extra_args or {}))

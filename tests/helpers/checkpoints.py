@@ -61,7 +61,7 @@ def tiny_engine(seed=0, width=6, zero_stage=0):
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": zero_stage},
-        "zero_allow_untrusted_optimizer": True,
+        "zero_allow_untested_optimizer": True,
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]

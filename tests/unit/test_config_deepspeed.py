@@ -104,3 +104,10 @@ def test_reports_that_deepspeed_makes_at_level_info_are_shown(asking):
     assert "log_level" not in tiny_args().deepspeed_config
     quiet = tiny_args(**asking, deepspeed_extra_args={"log_level": "error"})
     assert quiet.deepspeed_config["log_level"] == "error"
+
+
+def test_pipeline_stages_exchange_whole_tensors_under_sequence_parallel():
+    split = dict(pipe_parallel_size=2, model_parallel_size=2, global_num_gpus=4)
+    config = tiny_args(**split, sequence_parallel=True).deepspeed_config
+    assert config["pipeline"] == {"pipe_partitioned": False, "grad_partitioned": False}
+    assert "pipeline" not in tiny_args(**split).deepspeed_config

@@ -80,3 +80,11 @@ def test_dropout_in_training_only():
     assert 0.15 < dropped.float().mean() < 0.35
     assert_close(output[~dropped], whole[~dropped] / 0.75)
     assert torch.equal(embedding.eval()((TOKENS, POSITIONS)), whole)
+
+
+def test_half_precision_does_not_move_sinusoidal_positions():
+    """DeepSpeed casts the whole module, buffers included; position 2000 must stay where it is."""
+    embedding = _embedding(pos_emb="sinusoidal").position_embeddings
+    positions = torch.tensor([[0, 1000, 2000]])
+    before = embedding(positions)
+    assert torch.equal(embedding.to(torch.bfloat16)(positions), before)
