@@ -92,13 +92,36 @@ def _hostile(rank, world_size, folder):
     path = os.path.join(args.save, "global_step1", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
     state = torch.load(path, weights_only=False)
     torch.save({**state, "extra": _Runs(os.path.join(folder, "trace"))}, path)
-    return _error(load_checkpoint, args, engine), os.path.exists(os.path.join(folder, "trace"))
+    fresh = tiny_engine(zero_stage=1)  # the engine that saved reads safely from then on
+    return _error(load_checkpoint, args, fresh), os.path.exists(os.path.join(folder, "trace"))
 
 
 def test_code_in_optimizer_files_does_not_run(tmp_path):
     ((message, ran),) = run_distributed(1, _hostile, str(tmp_path), tmp_path=tmp_path)
     assert not ran
     assert "refused" in message and "optim_states" in message
+
+
+def _partitioned(rank, world_size, folder):
+    """Odd numbers of elements, so that the last rank's pieces are padded."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    from megatron.checkpointing import CheckpointReader, save_checkpoint
+
+    args = plain_args(os.path.join(folder, "run"))
+    engine = tiny_engine(width=5, zero_stage=3)
+    tiny_steps(engine, 1, width=5)
+    save_checkpoint(args, 1, engine)
+    reader = CheckpointReader(os.path.join(args.save, "global_step1"))
+    found = {f"sequential.{i}.{name}": each for i in (0, 1) for name, each in reader.layer_state(i).items()}
+    expected = get_fp32_state_dict_from_zero_checkpoint(args.save)
+    return [{name: each.tolist() for name, each in state.items()} for state in (found, expected)]
+
+
+def test_partitioned_weights_are_joined_as_deepspeed_joins_them(tmp_path):
+    for found, expected in run_distributed(2, _partitioned, str(tmp_path), tmp_path=tmp_path):
+        assert len(expected["sequential.0.weight"]) == 5
+        assert found == expected
 
 
 def _files(rank, world_size, folder):

@@ -93,6 +93,26 @@ def test_weights_move_between_layouts(written, kind, tmp_path):
             assert abs(second - first) <= tolerance, f"{reader}, {writer}: the optimizer steps other weights"
 
 
+def _tied(rank, world_size, folder, pipe_parallel_size, at):
+    """Save, or load at another number of stages; the loss of the next step."""
+    from megatron.checkpointing import save_checkpoint
+    from tests.helpers.engines import build_engine, train
+
+    settings = dict(pipe_parallel_size=pipe_parallel_size, no_weight_tying=False, optimizer=FAST)
+    args = _args(folder, "tied", settings, at=[at], finetune=at == "load", seed=7 if at == "load" else 1)
+    engine = build_engine(args)
+    if at == "save":
+        train(args, engine, 3)
+        save_checkpoint(args, 3, engine)
+    return train(args, engine, 1, first=100)
+
+
+def test_tied_embedding_reaches_the_last_stage(tmp_path):
+    saved = run_distributed(1, _tied, str(tmp_path), 0, "save", tmp_path=tmp_path)
+    loaded = run_distributed(2, _tied, str(tmp_path), 2, "load", tmp_path=tmp_path)
+    assert abs(loaded[0][0] - saved[0][0]) <= LOSS
+
+
 def _refused(rank, world_size, folder, cases):
     from megatron.errors import CheckpointError
     from tests.helpers.engines import build_engine

@@ -67,11 +67,11 @@ def tiny_engine(seed=0, width=6, zero_stage=0):
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-def tiny_steps(engine, steps, first=0):
+def tiny_steps(engine, steps, first=0, width=6):
     """Train; the batch depends only on the step's number. Returns the losses."""
     losses = []
     for step in range(first, first + steps):
-        inputs = torch.randn(2, 6, generator=torch.Generator().manual_seed(step))
+        inputs = torch.randn(2, width, generator=torch.Generator().manual_seed(step))
         loss = engine(inputs)
         engine.backward(loss)
         engine.step()
