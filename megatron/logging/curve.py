@@ -22,10 +22,10 @@ def draw_loss_curve(records: List[Dict[str, Any]], folder: str, title: str = "")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     _draw_train(axes, train)
-    for key, label, marker in (("valid_loss", "validation", "o"), ("test_loss", "test", "D")):
+    for key, label, color in (("valid_loss", "validation", "tab:orange"), ("test_loss", "test", "tab:green")):
         points = _points(records, key)
         if len(points):
-            axes.plot(points[:, 0], points[:, 1], marker=marker, markersize=4, label=label, zorder=3)
+            axes.plot(points[:, 0], points[:, 1], color=color, marker="o", markersize=4, label=label, zorder=3)
     axes.set_xlabel("iteration (optimizer steps)")
     axes.set_ylabel("cross-entropy loss (nats per token)")
     axes.set_title(title or "loss")

@@ -47,8 +47,10 @@ class RunLog:
 
 
 def read_records(path: str) -> List[Dict[str, Any]]:
-    """The records of one run without what a restart did over: when a line's iteration does not come after the
-    lines before it, the run was resumed from an earlier checkpoint, and the lines from there on are replaced.
+    """The records of one run, each step and evaluation once.
+
+    A run that was resumed from an earlier checkpoint has written some iterations again: a line of an earlier
+    iteration than the one before it replaces all lines from there on, one of the same iteration and kind that line.
     """
     records: List[Dict[str, Any]] = []
     with open(path, encoding="utf-8") as file:
@@ -56,12 +58,17 @@ def read_records(path: str) -> List[Dict[str, Any]]:
             if not line.endswith("\n"):
                 break
             record = json.loads(line)
-            kinds = set(record) & {"loss", "valid_loss", "test_loss"}
-            repeated = any(r["iteration"] == record["iteration"] and kinds & set(r) for r in records[-3:])
-            if records and (record["iteration"] < records[-1]["iteration"] or repeated):
-                records = [r for r in records if r["iteration"] < record["iteration"]]
+            iteration, kind = record["iteration"], _kind(record)
+            if records and iteration < records[-1]["iteration"]:
+                records = [r for r in records if r["iteration"] < iteration]
+            else:
+                records = [r for r in records if r["iteration"] != iteration or _kind(r) != kind]
             records.append(record)
     return records
+
+
+def _kind(record: Dict[str, Any]) -> str:
+    return next((key for key in ("loss", "valid_loss", "test_loss") if key in record), "")
 
 
 def _plain(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """The whole run: start, model, checkpoint, data, loop, last evaluation, last checkpoint."""
 
+import os
 import time
 from typing import Any, Dict, Iterator, Optional
 
@@ -67,7 +68,7 @@ class _Run:
         self._stop = stop
         self._health = Health(dynamic_loss_scale=engine.fp16_enabled() and engine.dynamic_loss_scale())
         self._diagnostics = Diagnostics(neox_args, engine)
-        self._saved_at: Optional[int] = None
+        self._saved_at: Optional[int] = neox_args.iteration if _continues(neox_args) else None
         self._evaluated_at: Optional[int] = None
         self.iteration: int = neox_args.iteration
 
@@ -149,3 +150,10 @@ class _Run:
         folder = save_checkpoint(self._args, self.iteration, self._engine)
         self._saved_at = self.iteration
         self._logger.message(f"saved {folder}")
+
+
+def _continues(neox_args) -> bool:
+    """What was loaded is a checkpoint of this very run, and need not be written again."""
+    if not neox_args.load or not neox_args.save or neox_args.iteration == 0:
+        return False
+    return os.path.realpath(neox_args.load) == os.path.realpath(neox_args.save)

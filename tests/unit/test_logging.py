@@ -103,11 +103,13 @@ def test_resume_replaces_what_is_done_again(tmp_path):
 
 
 def test_resume_at_the_same_iteration(tmp_path):
+    """A finished run that is started again evaluates again; its last step stays."""
     log = RunLog(str(tmp_path))
-    for loss in (1.0, 2.0):
-        log.write({"iteration": 3, "loss": loss})
+    for record in ({"loss": 1.0}, {"valid_loss": 2.0}, {"test_loss": 3.0}, {"valid_loss": 4.0}, {"test_loss": 5.0}):
+        log.write({"iteration": 3, **record})
     log.close()
-    assert [r["loss"] for r in read_records(log.path)] == [2.0]
+    records = [{key: value for key, value in r.items() if key != "iteration"} for r in read_records(log.path)]
+    assert records == [{"loss": 1.0}, {"valid_loss": 4.0}, {"test_loss": 5.0}]
 
 
 def test_progress_bar(monkeypatch):
@@ -180,6 +182,7 @@ def test_curve_axes_and_labels(tmp_path, monkeypatch):
     (axes,) = seen["figure"].axes
     lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
     assert lines == {"training": [[1.0, 3.0], [2.0, 2.0]], "validation": [[2.0, 2.5]]}
+    assert len({line.get_color() for line in axes.get_lines()}) == 2
     assert axes.get_xlabel() == "iteration (optimizer steps)"
     assert axes.get_ylabel() == "cross-entropy loss (nats per token)"
 
