@@ -1,8 +1,11 @@
 """What a person sees while training: a progress bar on a terminal, plain lines elsewhere."""
 
+import os
 import sys
 from datetime import timedelta
-from typing import Any, Dict, Optional
+from typing import Any, Dict, List, Optional
+
+_BAR = "{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
 
 
 def short_number(value: float) -> str:
@@ -22,21 +25,36 @@ def step_line(record: Dict[str, Any], train_iters: int) -> str:
     return " | ".join(parts)
 
 
-def _parts(record: Dict[str, Any]):
+def _parts(record: Dict[str, Any]) -> List[str]:
     parts = [f"loss {record['loss']:.4f}", f"lr {record['lr']:.3g}"]
     if record.get("grad_norm") is not None:
         parts.append(f"grad norm {record['grad_norm']:.3g}")
     if record.get("loss_scale") is not None:
         parts.append(f"loss scale {record['loss_scale']:.3g}")
-    if record.get("skipped_steps"):
-        parts.append(f"{record['skipped_steps']} skipped")
+    return parts + _speed(record) + [f"{record['seconds']:.3g} s/step"]
+
+
+def _speed(record: Dict[str, Any]) -> List[str]:
+    parts = [f"{record['skipped_steps']} skipped"] if record.get("skipped_steps") else []
     parts.append(f"{short_number(record['tokens_per_second'])} tokens/s")
     if record.get("tflops") is not None:
         parts.append(f"{record['tflops']:.3g} TFLOP/s")
     if record.get("mfu") is not None:
         parts.append(f"MFU {record['mfu']:.1%}")
-    parts.append(f"{record['seconds']:.3g} s/step")
     return parts
+
+
+def bar_figures(record: Dict[str, Any]) -> str:
+    """What fits beside a bar on 80 columns."""
+    return ", ".join([f"loss {record['loss']:.4f}", f"lr {record['lr']:.3g}", *_speed(record)])
+
+
+def _is_terminal(stream) -> bool:
+    """A terminal that says its size; one that does not, as under some CI systems, cannot show a bar."""
+    try:
+        return stream.isatty() and all(os.get_terminal_size(stream.fileno()))
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 class Console:
@@ -47,13 +65,11 @@ class Console:
         self._train_iters = train_iters
         self._bar = None
         self._iteration = iteration
-        if sys.stdout.isatty() if interactive is None else interactive:
+        if _is_terminal(sys.stdout) if interactive is None else interactive:
             from tqdm import tqdm
 
             stream = getattr(sys.stdout, "terminal", sys.stdout)
-            self._bar = tqdm(
-                total=train_iters, initial=iteration, unit="step", dynamic_ncols=True, file=stream, desc="training"
-            )
+            self._bar = tqdm(total=train_iters, initial=iteration, dynamic_ncols=True, file=stream, bar_format=_BAR)
 
     def advance(self, iteration: int) -> None:
         """One more step is done."""
@@ -66,8 +82,7 @@ class Console:
         if self._bar is None:
             print(step_line(record, self._train_iters), flush=True)
             return
-        shown = [part for part in _parts(record) if not part.endswith("s/step")]
-        self._bar.set_postfix_str(", ".join(shown), refresh=True)
+        self._bar.set_postfix_str(bar_figures(record), refresh=True)
         if hasattr(sys.stdout, "file_only"):
             sys.stdout.file_only(step_line(record, self._train_iters) + "\n")
 

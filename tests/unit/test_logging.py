@@ -10,7 +10,7 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.logging import RunLog, TrainingLogger, quiet_libraries, read_records, run_folder, tee_output
-from megatron.logging.console import Console, short_number, step_line
+from megatron.logging.console import Console, _is_terminal, short_number, step_line
 from megatron.logging.curve import draw_loss_curve
 from megatron.logging.quiet import without_library_prints
 
@@ -249,3 +249,19 @@ def test_quiet(capsys):
     with without_library_prints(arguments(wall_clock_breakdown=True)):
         print(noise, end="")
     assert capsys.readouterr().out == noise
+
+
+def test_terminal_without_a_size_gets_lines():
+    """Some CI systems give a terminal of 0 x 0, on which tqdm shows nothing."""
+    import fcntl
+    import os
+    import struct
+    import termios
+
+    master, slave = os.openpty()
+    with os.fdopen(master, "rb", buffering=0), os.fdopen(slave, "w") as stream:
+        fcntl.ioctl(stream, termios.TIOCSWINSZ, struct.pack("4H", 0, 0, 0, 0))
+        assert not _is_terminal(stream)
+        fcntl.ioctl(stream, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+        assert _is_terminal(stream)
+    assert not _is_terminal(io.StringIO())
