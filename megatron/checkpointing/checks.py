@@ -32,10 +32,10 @@ def layout_problems(neox_args, engine, reader) -> List[str]:
     saved_in_pieces = state.get("param_shapes") is not None
     if saved_in_pieces != engine.zero_optimization():
         problems.append(f"zero_optimization.stage: {stages[0]} in the checkpoint, {stages[1]} in the config")
-    elif saved_in_pieces and state.get("dp_world_size") != engine.dp_world_size:
+    elif optimizer_is_in_files(engine) and state.get("dp_world_size") != engine.dp_world_size:
         problems.append(
             f"data-parallel size: {state.get('dp_world_size')} in the checkpoint, {engine.dp_world_size} in this run, "
-            "and ZeRO splits the optimizer state over it"
+            "and the optimizer state is split over it"
         )
     for kind, wanted in (("fp16", engine.fp16_enabled()), ("bf16", engine.bfloat16_enabled())):
         if bool((saved.get(kind) or {}).get("enabled")) != bool(wanted):
@@ -43,6 +43,11 @@ def layout_problems(neox_args, engine, reader) -> List[str]:
     if state.get("optimizer") is None and not saved_in_pieces:
         problems.append("it has no optimizer state (saved with no_save_optim)")
     return [f"{problem}; {_REMEDY}" for problem in problems]
+
+
+def optimizer_is_in_files(engine) -> bool:
+    """Each data-parallel rank writes its piece of the state: under ZeRO, and for DeepSpeed's bf16 optimizer."""
+    return engine.zero_optimization() or hasattr(engine.optimizer, "dp_process_group")
 
 
 _REMEDY = "use the checkpoint's setting, or set no_load_optim=true (or finetune=true) to take only its weights"

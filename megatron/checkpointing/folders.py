@@ -9,6 +9,7 @@
 A folder gets a loadable name only when everything in it is on the disk. All functions that write are for rank 0.
 """
 
+import glob
 import os
 import re
 import shutil
@@ -54,7 +55,18 @@ def find_checkpoint(root: str, iteration: Optional[int] = None) -> Optional[str]
             raise CheckpointError(f"{latest} holds {tag!r}, which is not the name of a folder beside it")
         return _existing(root, tag, f"{latest} names {tag}")
     available = iterations_in(root)
+    if not available and os.path.isdir(root) and any(name.endswith("model_states.pt") for name in os.listdir(root)):
+        raise CheckpointError(f"{root} is itself a checkpoint: name the folder it is in, and choose it with iteration")
     return _existing(root, tag_of(available[-1]), root) if available else None
+
+
+def refuse_patterns(setting: str, root: str) -> None:
+    """DeepSpeed looks for files with glob, which takes [, * and ? in the folder's own name for a pattern.
+
+    Raises CheckpointError if the name has one of them.
+    """
+    if glob.escape(root) != root:
+        raise CheckpointError(f"{setting}={root} has one of the characters [ * ? in it; give the folder another name")
 
 
 def recover(root: str) -> None:

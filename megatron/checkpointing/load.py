@@ -1,11 +1,13 @@
 """Resuming a run, or starting one from the weights of another."""
 
+import contextlib
+import io
 import os
 from typing import Any, Dict, Optional
 
 from megatron import mpu
-from megatron.checkpointing.checks import args_problems, layout_problems, raise_problems
-from megatron.checkpointing.folders import find_checkpoint
+from megatron.checkpointing.checks import args_problems, layout_problems, optimizer_is_in_files, raise_problems
+from megatron.checkpointing.folders import find_checkpoint, refuse_patterns
 from megatron.checkpointing.ranks import say, together
 from megatron.checkpointing.reader import CheckpointReader
 from megatron.checkpointing.rng import own_states, restore_random_states
@@ -48,6 +50,7 @@ def load_checkpoint(neox_args, engine, iteration: Optional[int] = None) -> int:
 
 def _resume(neox_args, engine, folder: str) -> Dict[str, Any]:
     with together():
+        refuse_patterns("load", neox_args.load)
         check_stamp(neox_args, folder)
         reader = CheckpointReader(folder)
         raise_problems(folder, args_problems(neox_args, reader.args))
@@ -58,13 +61,26 @@ def _resume(neox_args, engine, folder: str) -> Dict[str, Any]:
         _require_optimizer_file(engine, folder)
     with together():
         try:
-            _, state = engine.load_checkpoint(os.path.dirname(folder), tag=os.path.basename(folder))
+            return _load_engine(engine, os.path.dirname(folder), os.path.basename(folder))
         except (ValueError, KeyError, RuntimeError, AssertionError) as error:
             # Weights and layout fit, as checked above: what is left is the optimizer's and the schedule's state.
             raise CheckpointError(
                 f"the training state in {folder} does not fit this run's optimizer settings ({error}); use those "
                 "of the checkpoint's run, or set no_load_optim=true to take only its weights"
             ) from error
+
+
+def _load_engine(engine, root: str, tag: str) -> Dict[str, Any]:
+    """Weights, optimizer, schedule and counters; returns the rest of the `mp_rank` file.
+
+    DeepSpeed 0.19 writes one file per rank for the bf16 optimizer of a pipeline without ZeRO, as it does under ZeRO,
+    but then gives load_state_dict something else to read; here it gets the files.
+    """
+    in_files = optimizer_is_in_files(engine) and not engine.zero_optimization()
+    _, state = engine.load_checkpoint(root, tag=tag, load_optimizer_states=not in_files)
+    if in_files:
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed has left a print there
+            engine._load_zero_checkpoint(root, tag)
     return state
 
 
@@ -109,7 +125,7 @@ def _missing_rank(engine, reader: CheckpointReader):
 
 
 def _require_optimizer_file(engine, folder: str) -> None:
-    if not engine.zero_optimization():
+    if not optimizer_is_in_files(engine):
         return
     path = engine._get_zero_ckpt_name(os.path.dirname(folder), os.path.basename(folder))
     if not os.path.isfile(path):

@@ -71,6 +71,7 @@ def client_state(neox_args, iteration: int) -> Dict[str, Any]:
 def _refuse(neox_args, engine) -> None:
     if not neox_args.save:
         raise CheckpointError("save is not set; name a folder for the checkpoints")
+    folders.refuse_patterns("save", neox_args.save)
     if neox_args.no_save_optim and engine.zero_optimization_partition_weights():
         raise CheckpointError(
             "no_save_optim=true with ZeRO stage 3: the weights are only in the optimizer's files; unset one of them"

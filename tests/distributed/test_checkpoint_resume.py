@@ -17,6 +17,7 @@ ONE = {
     "pp1 tied": dict(pipe_parallel_size=1, no_weight_tying=False, pos_emb="learned"),
     "pp0 tied rpe": dict(pipe_parallel_size=0, no_weight_tying=False, pos_emb="rpe"),
     "pp0 bf16": dict(pipe_parallel_size=0, precision="bfloat16"),
+    "pp1 bf16": dict(pipe_parallel_size=1, precision="bfloat16"),
     "pp1 bf16 zero1": dict(pipe_parallel_size=1, precision="bfloat16", zero_optimization={"stage": 1}),
     "recomputed activations": dict(pipe_parallel_size=1, checkpoint_activations=True),
 }
@@ -32,6 +33,7 @@ PIPE = {
 DATA = {
     "dp2": dict(pipe_parallel_size=0, global_num_gpus=2),
     "dp2 zero1": dict(pipe_parallel_size=1, global_num_gpus=2, zero_optimization={"stage": 1}),
+    "dp2 pp1 bf16": dict(pipe_parallel_size=1, global_num_gpus=2, precision="bfloat16"),
     "dp2 zero2": dict(pipe_parallel_size=0, global_num_gpus=2, zero_optimization={"stage": 2}),
     "dp2 zero3": dict(pipe_parallel_size=0, global_num_gpus=2, zero_optimization={"stage": 3}),
 }

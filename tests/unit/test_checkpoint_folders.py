@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from megatron.checkpointing import folders
-from megatron.checkpointing.folders import find_checkpoint, iterations_in, publish, recover, remove_old
+from megatron.checkpointing.folders import find_checkpoint, iterations_in, publish, recover, refuse_patterns, remove_old
 from megatron.errors import CheckpointError
 
 
@@ -122,6 +122,20 @@ def test_latest_must_name_a_folder_beside_it(tmp_path, tag):
     (tmp_path / "latest").write_text(tag)
     with pytest.raises(CheckpointError, match="latest"):
         find_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "layer_00-model_00-model_states.pt"])
+def test_a_checkpoint_given_in_place_of_its_parent(tmp_path, name):
+    (tmp_path / name).write_text("")
+    with pytest.raises(CheckpointError, match="is itself a checkpoint"):
+        find_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["run[1]", "run*", "what?"])
+def test_names_that_deepspeed_would_not_find_again(name):
+    refuse_patterns("save", "/data/run-1_a.b")
+    with pytest.raises(CheckpointError, match="save="):
+        refuse_patterns("save", f"/data/{name}")
 
 
 def test_latest_is_written_as_gpt_neox_does(tmp_path):
