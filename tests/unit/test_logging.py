@@ -241,6 +241,10 @@ def test_quiet(capsys):
     assert logging.getLogger("DeepSpeed").level == logging.INFO
     quiet_libraries(arguments())
     assert logging.getLogger("DeepSpeed").level == logging.WARNING
+    texts = ("checkpoint is damaged", "**** You are using ZeRO with an untested optimizer, proceed with caution *****")
+    records = [logging.makeLogRecord({"msg": text}) for text in texts]
+    passed = [bool(logging.getLogger("DeepSpeed").filter(record)) for record in records]
+    assert passed == [True, False]
     noise = "Using topology: {}\nstage=0 layers=7\n     0: EmbeddingPipe\n  loss: CrossEntropy\n"
     with without_library_prints(arguments()):
         print(noise + "a warning of ours")
