@@ -5,15 +5,17 @@ import io
 import os
 from typing import Any, Dict, Optional
 
+import torch
+
 from megatron import mpu
 from megatron.checkpointing.checks import args_problems, layout_problems, optimizer_is_in_files, raise_problems
 from megatron.checkpointing.folders import find_checkpoint, refuse_patterns
 from megatron.checkpointing.ranks import say, together
 from megatron.checkpointing.reader import CheckpointReader
 from megatron.checkpointing.rng import own_states, restore_random_states
-from megatron.checkpointing.safe_load import use_safe_files
+from megatron.checkpointing.safe_load import use_safe_files, verify_file
 from megatron.checkpointing.stamp import check_stamp
-from megatron.checkpointing.weights import load_model_weights, tensor_parallel_problems, weight_problems
+from megatron.checkpointing.weights import layers_of, load_model_weights, tensor_parallel_problems, weight_problems
 from megatron.errors import CheckpointError
 
 
@@ -58,10 +60,12 @@ def _resume(neox_args, engine, folder: str) -> Dict[str, Any]:
         raise_problems(folder, layout_problems(neox_args, engine, reader))
         raise_problems(folder, _model_problems(engine, reader))
         use_safe_files(engine)
-        _require_optimizer_file(engine, folder)
+        _verify_files(engine, reader)
     with together():
         try:
             return _load_engine(engine, os.path.dirname(folder), os.path.basename(folder))
+        except torch.OutOfMemoryError:
+            raise
         except (ValueError, KeyError, RuntimeError, AssertionError) as error:
             # Weights and layout fit, as checked above: what is left is the optimizer's and the schedule's state.
             raise CheckpointError(
@@ -124,11 +128,17 @@ def _missing_rank(engine, reader: CheckpointReader):
     return [] if reader.has_rank_state(rank) else [f"the file of model-parallel rank {rank} is missing"]
 
 
-def _require_optimizer_file(engine, folder: str) -> None:
+def _verify_files(engine, reader: CheckpointReader) -> None:
+    """Every file that this rank is about to read is there and has its checksum."""
+    if reader.is_layered:
+        reader.verify(mpu.get_model_parallel_rank(), layers_of(engine.module))
+    root, tag = os.path.split(reader.folder)
+    verify_file(engine._get_ckpt_name(root, tag))
     if not optimizer_is_in_files(engine):
         return
-    path = engine._get_zero_ckpt_name(os.path.dirname(folder), os.path.basename(folder))
+    path = engine._get_zero_ckpt_name(root, tag)
     if not os.path.isfile(path):
         raise CheckpointError(
             f"{path} is missing: the optimizer state is not complete; set no_load_optim=true to take only the weights"
         )
+    verify_file(path)

@@ -8,11 +8,11 @@ partitioned  `zero_pp_rank_<dp>_mp_rank_<tp>_*.pt`: as sequential, with each ten
 
 import os
 import re
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, Iterable, List, Optional
 
 import torch
 
-from megatron.checkpointing.safe_load import load_file
+from megatron.checkpointing.safe_load import load_file, verify_file
 from megatron.checkpointing.stamp import checkpoint_config, read_stamp
 from megatron.checkpointing.zero3 import join_partitions, model_states_path
 from megatron.errors import CheckpointError
@@ -99,6 +99,15 @@ class CheckpointReader:
     def args(self) -> Dict[str, Any]:
         """The settings recorded in the files; {} if there are none."""
         return (self.rank_state().get("args") if self.has_rank_state() else None) or {}
+
+    def verify(self, tp_rank: int, layers: Iterable[int]) -> None:
+        """Read once through the weights of these layers. Raises CheckpointError if a file was changed or damaged."""
+        if self.is_layered:
+            names = [layer_file(index, tp_rank) for index in layers if (index, tp_rank) in self._layer_files]
+        else:
+            names = [name for name in os.listdir(self.folder) if f"mp_rank_{tp_rank:02d}_" in name]
+        for name in names:
+            verify_file(os.path.join(self.folder, name))
 
     def stamp(self) -> Optional[Dict[str, Any]]:
         """The head-geometry record, or None."""

@@ -31,6 +31,7 @@ def load_model_weights(neox_args, model, iteration=None) -> int:
         problems = tensor_parallel_problems(neox_args, reader) + args_problems(neox_args, reader.args)
         raise_problems(folder, problems)
         raise_problems(folder, weight_problems(model, reader, mpu.get_model_parallel_rank()))
+        reader.verify(mpu.get_model_parallel_rank(), layers_of(model))
     fill(model, reader, mpu.get_model_parallel_rank())
     say(f"loaded the weights in {folder}")
     return reader.iteration or 0

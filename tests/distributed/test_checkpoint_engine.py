@@ -47,6 +47,10 @@ def _bad_input(rank, world_size, folder):
     with open(path, "rb") as file:
         contents = file.read()
     with open(path, "wb") as file:
+        changed = contents.index(engine.module.sequential[0].weight.detach().numpy().tobytes()[:16])
+        file.write(contents[:changed] + bytes([contents[changed] ^ 1]) + contents[changed + 1 :])
+    found["changed"] = _error(load_checkpoint, args, engine)
+    with open(path, "wb") as file:
         file.write(contents[: len(contents) // 2])
     found["geometry"] = _error(load_checkpoint, plain_args(load=root, geometry=geometry), engine)
     found["cut"] = _error(load_checkpoint, args, engine)
@@ -69,6 +73,7 @@ def test_bad_input_is_named(tmp_path):
     assert "zero_optimization.stage: 0 in the checkpoint, 1 in the config" in found["zero"]
     assert "head_dim: 16 in the checkpoint, 8 in the config" in found["geometry"], "before the broken file is opened"
     assert "damaged or not complete" in found["cut"]
+    assert "does not have its checksum" in found["changed"]
     assert "holds no model" in found["gone"]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpointing.safe_load import load_file, save_file
+from megatron.checkpointing.safe_load import load_file, save_file, verify_file
 from megatron.errors import CheckpointError
 
 
@@ -77,6 +77,19 @@ def test_truncated_file(tmp_path, zipped, kept, mmap):
     path.write_bytes(contents[: int(len(contents) * kept)])
     with pytest.raises(CheckpointError, match="damaged or not complete"):
         load_file(str(path), mmap=mmap)
+
+
+def test_one_changed_byte(tmp_path):
+    """torch.load does not notice it."""
+    path = tmp_path / "rot.pt"
+    save_file({"weight": torch.arange(1000.0)}, str(path))
+    verify_file(str(path))
+    contents = bytearray(path.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    path.write_bytes(contents)
+    assert not torch.equal(load_file(str(path))["weight"], torch.arange(1000.0))
+    with pytest.raises(CheckpointError, match="checksum"):
+        verify_file(str(path))
 
 
 def test_text_and_missing_files(tmp_path):
