@@ -18,7 +18,9 @@ def missing():
         try:
             __import__(module)
         except ImportError:
-            sentences.append("%s has no module '%s'; install it (Debian, Ubuntu: %s)" % (sys.executable, module, package))
+            sentences.append(
+                "%s has no module '%s'; install it (Debian, Ubuntu: %s)" % (sys.executable, module, package)
+            )
     return sentences
 
 

@@ -6,6 +6,7 @@ from typing import Any, Dict
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import EngineTimers
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 from megatron import mpu
@@ -55,6 +56,9 @@ def _build_engine(neox_args, model):
     engine.neox_grad_norm = _own_clipping(neox_args, engine) if _clips_here(neox_args) else None
     if neox_args.is_pipe_parallel:
         engine.set_batch_fn(partial(get_batch, neox_args))
+        # With wall_clock_breakdown the pipeline's own timers run; the base class would start the same ones again,
+        # which DeepSpeed asserts against.
+        engine.engine_timers = EngineTimers(enable_micro_timers=False, enable_global_timers=False)
     return engine
 
 
