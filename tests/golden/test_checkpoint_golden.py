@@ -142,7 +142,12 @@ def _refusals(rank, world_size, folder):
     state = torch.load(path, weights_only=True)
     state["mlp.w3.weight"] = state.pop("mlp.linear1.weight")
     torch.save(state, path)
+    rotten = write_layers(os.path.join(folder, "rotten"), case, 1)
+    path = Path(rotten) / "global_step0" / layer_file(3, 0)
+    needle = torch.load(path, weights_only=True)["mlp.linear2.weight"].numpy().tobytes()[:16]
+    path.write_bytes(path.read_bytes().replace(needle, bytes(16)))
     return {
+        "rotten": _message(case, rotten),
         "swapped": _message(case, layers, num_attention_heads=8, head_dim=16, num_kv_heads=4),
         "tp": _message(case, layers, tp=2),
         "mlp": _message(case, layers, intermediate_size=384),
@@ -173,6 +178,7 @@ def test_other_models_are_refused_before_anything_changes(tmp_path):
     assert "max_position_embeddings: 32 in the checkpoint, 64 in the config" in found["args"]
     for layer in (2, 3):
         assert f"layer {layer} mlp.linear2.weight: shape [64, 96] in the checkpoint, [64, 128]" in found["mlp"]
+    assert "does not have its checksum" in found["rotten"]
     assert "layer 2 mlp.linear1.weight: missing in the checkpoint" in found["lacking"]
     assert "layer 2 mlp.w3.weight: in the checkpoint, but this model has no such parameter" in found["lacking"]
     assert "layer 3 attention.dense.weight: missing in the checkpoint" in found["lacking"]
