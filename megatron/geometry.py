@@ -53,7 +53,10 @@ class HeadGeometry:
         Raises ConfigError with every problem found.
         """
         problems = _positive_int_problems(
-            hidden_size=hidden_size, num_attention_heads=num_attention_heads, num_kv_heads=num_kv_heads, head_dim=head_dim
+            hidden_size=hidden_size,
+            num_attention_heads=num_attention_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
         )
         if problems:
             raise ConfigError(problems)

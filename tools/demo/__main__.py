@@ -53,9 +53,8 @@ def report(seconds):
     print(f"    loss          {first_loss:.3f} at step {first} -> {last_loss:.3f} at step {last}")
     print(f"    loss curve    {RUN}/loss_curve.png")
     print(f"    log           {RUN}/train_log.jsonl")
-    print(
-        f"    checkpoints   {', '.join(sorted(str(path.relative_to(ROOT)) for path in (ROOT / RUN).glob('global_step*')))}"
-    )
+    checkpoints = sorted(str(path.relative_to(ROOT)) for path in (ROOT / RUN).glob("global_step*"))
+    print(f"    checkpoints   {', '.join(checkpoints)}")
     print(f"    samples       {RUN}/samples.jsonl")
 
 
