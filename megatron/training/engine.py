@@ -6,7 +6,6 @@ from typing import Any, Dict
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.engine import EngineTimers
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 from megatron import mpu
@@ -56,10 +55,16 @@ def _build_engine(neox_args, model):
     engine.neox_grad_norm = _own_clipping(neox_args, engine) if _clips_here(neox_args) else None
     if neox_args.is_pipe_parallel:
         engine.set_batch_fn(partial(get_batch, neox_args))
-        # With wall_clock_breakdown the pipeline's own timers run; the base class would start the same ones again,
-        # which DeepSpeed asserts against.
-        engine.engine_timers = EngineTimers(enable_micro_timers=False, enable_global_timers=False)
+        _let_stages_time_themselves(engine)
     return engine
+
+
+def _let_stages_time_themselves(engine) -> None:
+    """With wall_clock_breakdown, stages before the last start the backward timers, and then the engine's base class
+    starts them again, on which DeepSpeed asserts. GPT-NeoX's configs set wall_clock_breakdown."""
+    if not engine.is_last_stage():
+        timers = engine.engine_timers
+        timers.backward_timers = timers.backward_inner_timers = timers.backward_reduce_timers = []
 
 
 def _clips_here(neox_args) -> bool:

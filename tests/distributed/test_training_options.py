@@ -15,6 +15,8 @@ SAME = {
     "adam": {
         "plain": {},
         "cpu_torch_adam": dict(optimizer={"type": "cpu_torch_adam", "params": {"lr": 4e-3}}),
+        "timed": dict(wall_clock_breakdown=True, steps_per_print=2),
+        "timed pp2": dict(wall_clock_breakdown=True, steps_per_print=2, pipe_parallel_size=2),
         "checkpointed": dict(checkpoint_activations=True),
         "checkpointed pp2": dict(checkpoint_activations=True, pipe_parallel_size=2),
         "checkpointed tp2": dict(
