@@ -44,10 +44,11 @@ def _draw_train(axes, train: np.ndarray) -> None:
         marker = "." if len(train) < 3 else None
         axes.plot(train[:, 0], train[:, 1], color="tab:blue", marker=marker, label="training")
         return
-    window = max(5, len(train) // 40)
+    window = max(5, len(train) // 40 | 1)  # odd, so that it has a middle
     smooth = np.convolve(train[:, 1], np.ones(window) / window, mode="valid")
     axes.plot(train[:, 0], train[:, 1], color="tab:blue", alpha=0.3, linewidth=0.8, label="training")
-    axes.plot(train[window - 1 :, 0], smooth, color="tab:blue", label=f"training, mean of {window} logged steps")
+    middles = train[window // 2 : len(train) - window // 2, 0]
+    axes.plot(middles, smooth, color="tab:blue", label=f"training, mean of {window} logged steps")
 
 
 def _points(records: List[Dict[str, Any]], key: str) -> np.ndarray:

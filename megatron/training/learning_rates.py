@@ -87,14 +87,7 @@ class AnnealingLR:
 
     def state_dict(self) -> Dict[str, Any]:
         """The six keys of GPT-NeoX's checkpoints."""
-        return {
-            "start_lr": self.start_lr,
-            "warmup_iter": self.warmup_iter,
-            "num_iters": self.num_iters,
-            "decay_style": self.decay_style,
-            "end_iter": self.end_iter,
-            "min_lr": self.min_lr,
-        }
+        return {key: getattr(self, key) for key in (*_CHECKED_ON_LOAD, "num_iters")}
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
         """Continue a saved schedule. Raises CheckpointError if it is another one and neither switch is set."""

@@ -71,3 +71,31 @@ def test_one_epoch(tmp_path):
     steps, _ = figures(tmp_path, "epoch")
     assert len(steps) == batches > STEPS
     assert steps[-1, 2] < 2 * 1e-4  # the schedule ends with the epoch
+
+
+def evaluate_twice(rank, world_size, folder):
+    """Losses of two evaluations of the same batches with dropout in the model, and whether it is on again after."""
+    from megatron.data import build_train_valid_test_data_iterators
+    from megatron.initialize import initialize_megatron
+    from megatron.neox_arguments import NeoXArgs
+    from megatron.training import evaluate, setup_model_and_optimizer
+
+    results = []
+    for stages in (0, 1):
+        settings = {**LLAMA, "hidden_dropout": 0.5, "pipe_parallel_size": stages}
+        args = NeoXArgs.from_dict(values_for(f"{folder}/text_document", None, world_size, **settings))
+        initialize_megatron(args)
+        engine = setup_model_and_optimizer(args)
+        _, valid, _ = build_train_valid_test_data_iterators(args)
+        batches = [next(valid) for _ in range(args.eval_iters * args.gradient_accumulation_steps)]
+        losses = [evaluate(args, engine, iter(batches))["loss"] for _ in range(2)]
+        results.append((*losses, engine.module.training))
+    return results
+
+
+def test_evaluation_has_no_dropout(tmp_path):
+    write_data(tmp_path)
+    (results,) = run_distributed(1, evaluate_twice, str(tmp_path), tmp_path=tmp_path)
+    for first, second, training in results:
+        assert first == second and training
+    assert abs(results[0][0] - results[1][0]) < TRAJECTORY

@@ -182,6 +182,9 @@ def test_curve_axes_and_labels(tmp_path, monkeypatch):
     (axes,) = seen["figure"].axes
     lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
     assert lines == {"training": [[1.0, 3.0], [2.0, 2.0]], "validation": [[2.0, 2.5]]}
+    draw_loss_curve([{"iteration": i, "loss": 100.0 - i} for i in range(1, 91)], str(tmp_path))
+    _, smooth = seen["figure"].axes[0].get_lines()  # the mean of a straight line lies on it
+    assert (smooth.get_xdata() + smooth.get_ydata() == pytest.approx(100.0)) and len(smooth.get_xdata()) == 86
     assert len({line.get_color() for line in axes.get_lines()}) == 2
     assert axes.get_xlabel() == "iteration (optimizer steps)"
     assert axes.get_ylabel() == "cross-entropy loss (nats per token)"
