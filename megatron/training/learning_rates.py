@@ -5,7 +5,9 @@ from typing import Any, Dict
 
 from megatron.errors import CheckpointError, ConfigError
 
-_CHECKED_ON_LOAD = ("start_lr", "min_lr", "warmup_iter", "end_iter", "decay_style")
+_SAVED = ("start_lr", "warmup_iter", "num_iters", "decay_style", "end_iter", "min_lr")
+"""The keys of a schedule in GPT-NeoX's checkpoints, in their order."""
+_CHECKED_ON_LOAD = tuple(key for key in _SAVED if key != "num_iters")
 
 
 def learning_rate(step: int, *, start_lr: float, min_lr: float, warmup_iter: float, end_iter: int, decay_style: str):
@@ -86,8 +88,8 @@ class AnnealingLR:
             group["lr"] = rate
 
     def state_dict(self) -> Dict[str, Any]:
-        """The six keys of GPT-NeoX's checkpoints."""
-        return {key: getattr(self, key) for key in (*_CHECKED_ON_LOAD, "num_iters")}
+        """See _SAVED."""
+        return {key: getattr(self, key) for key in _SAVED}
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
         """Continue a saved schedule. Raises CheckpointError if it is another one and neither switch is set."""
