@@ -2,7 +2,8 @@
 
 import os
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu" if os.environ.get("NEOX_TEST_DEVICE") != "cuda" else "cuda")
+DEVICE = os.environ.get("NEOX_TEST_DEVICE", "cpu")
+os.environ.setdefault("DS_ACCELERATOR", DEVICE)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
@@ -12,8 +13,15 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available():
-        return
+    reason = _why_not_on_gpu()
     for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False here"))
+        if reason and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _why_not_on_gpu():
+    if not torch.cuda.is_available():
+        return "needs a CUDA device; torch.cuda.is_available() is False here"
+    if DEVICE != "cuda":
+        return "run with NEOX_TEST_DEVICE=cuda .venv/bin/python -m pytest -m gpu tests/gpu"
+    return None
