@@ -26,6 +26,12 @@ def load_model_weights(neox_args, model, iteration=None) -> int:
         folder = find_checkpoint(neox_args.load, iteration) if neox_args.load else None
         if folder is None:
             raise CheckpointError(f"load={neox_args.load} holds no checkpoint; name a folder with a global_step<N>")
+    return load_weights_from(neox_args, model, folder)
+
+
+def load_weights_from(neox_args, model, folder: str) -> int:
+    """As load_model_weights, from the checkpoint folder itself, whatever its name."""
+    with together():
         check_stamp(neox_args, folder)
         reader = CheckpointReader(folder)
         problems = tensor_parallel_problems(neox_args, reader) + args_problems(neox_args, reader.args)
