@@ -4,8 +4,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,3 +91,28 @@ def log_of(folder):
 def losses_of(folder):
     """{iteration: training loss} of a run's folder."""
     return {line["iteration"]: line["loss"] for line in log_of(folder) if "loss" in line}
+
+
+def kill_while_saving(folder, *configs, save, timeout=120):
+    """Start training and kill every process of it with SIGKILL while a checkpoint is being written."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, ROOT / "deepy.py", ROOT / "train.py", *configs]
+    with open(Path(folder) / "killed.log", "w") as log:
+        launcher = psutil.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+    root = Path(folder) / save
+    try:
+        _wait_for(lambda: (root / "latest").exists(), launcher, timeout)
+        family = launcher.children(recursive=True)  # the ranks first of all, while they are busy with a save
+        _wait_for(lambda: list(root.glob(".saving_global_step*")), launcher, timeout)
+        for process in reversed(family):
+            process.kill()
+    finally:
+        launcher.kill()
+        launcher.wait()
+
+
+def _wait_for(condition, launcher, timeout):
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert launcher.poll() is None, f"training ended by itself with exit code {launcher.returncode}"
+        assert time.monotonic() < deadline, f"not reached within {timeout} s"
