@@ -14,6 +14,15 @@ from megatron.neox_arguments.support import refused_settings
 from megatron.neox_arguments.types import check
 from megatron.neox_arguments.validate import problems_of
 
+_NEVER_SETTINGS = {
+    "attention_type": "attention_config",
+    "autotuning_config": "autotuning",
+    "decay_lr_to": "min_lr",
+    "save_interval": "checkpoint_factor",
+    "warmup_iters": "warmup",
+}
+"""Keys in configurations that come with GPT-NeoX although it does not know them, and the setting that was meant."""
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -58,9 +67,9 @@ def _check_names_and_types(raw: Mapping[str, Any]):
     problems: List[str] = []
     for key, value in raw.items():
         if key not in hints:
-            close = nearest(str(key), hints)
+            close = _NEVER_SETTINGS.get(key) or nearest(str(key), hints)
             problems.append(f"{key} is not a known setting" + (f"; did you mean {close}?" if close else ""))
-            suspects.append(close or str(key))
+            suspects.append(close if close and close not in raw else str(key))
             continue
         value, problem = check(key, value, hints[key])
         if problem:

@@ -1,6 +1,7 @@
 """How many processes a launch will start."""
 
 import os
+import warnings
 from typing import Any, Dict, Mapping, Optional
 
 from megatron.errors import ConfigError
@@ -14,14 +15,17 @@ _READ = "hostfile include exclude num_nodes num_gpus pipe_parallel_size model_pa
 def hostfile_path(configured: Optional[str]) -> Optional[str]:
     """The hostfile in use: the configured one, $DLTS_HOSTFILE, or /job/hostfile where it exists.
 
-    Raises ConfigError if a file that was named does not exist.
+    None means this machine alone, also where the configured file does not exist: GPT-NeoX and DeepSpeed run there
+    then, and GPT-NeoX's own configurations name one that is not there.
+
+    Raises ConfigError if the file that the environment names does not exist.
     """
-    for name, path in (("hostfile", configured), ("$DLTS_HOSTFILE", os.environ.get("DLTS_HOSTFILE"))):
-        if path:
-            if not os.path.isfile(path):
-                raise ConfigError(f"{name}={path}: no such file")
-            return path
-    return DEFAULT_HOSTFILE if os.path.isfile(DEFAULT_HOSTFILE) else None
+    if configured:
+        return configured if os.path.isfile(configured) else None
+    named = os.environ.get("DLTS_HOSTFILE")
+    if named and not os.path.isfile(named):
+        raise ConfigError(f"$DLTS_HOSTFILE={named}: no such file")
+    return named or (DEFAULT_HOSTFILE if os.path.isfile(DEFAULT_HOSTFILE) else None)
 
 
 def count_processes(values: Mapping[str, Any]) -> Optional[int]:
@@ -31,7 +35,7 @@ def count_processes(values: Mapping[str, Any]) -> Optional[int]:
     alike. Without GPUs: num_gpus processes, or as many as one copy of the model needs. None if a value is of a wrong
     type, which building NeoXArgs will report.
 
-    Raises ConfigError if the hostfile is missing or faulty, or asks for devices that are not there.
+    Raises ConfigError if the hostfile is faulty or asks for devices that are not there.
     """
     settings = _checked(values)
     if settings is None:
@@ -43,6 +47,8 @@ def count_processes(values: Mapping[str, Any]) -> Optional[int]:
         return _count_slots(_read_hosts(path), settings, path)
     if settings["num_nodes"] > 1:
         raise ConfigError(f"num_nodes={settings['num_nodes']} needs a hostfile that names the machines")
+    if settings["hostfile"]:
+        warnings.warn(f"hostfile={settings['hostfile']}: no such file; using this machine alone", stacklevel=2)
     gpus = count_gpus()
     if gpus:
         return _count_slots({"localhost": gpus}, settings, "this machine")

@@ -28,6 +28,8 @@ def _head_widths(settings: Any) -> Iterator[str]:
     numbers = (settings.hidden_size, settings.num_attention_heads, settings.num_kv_heads, settings.head_dim)
     if None in numbers[:2] or any(number is not None and number <= 0 for number in numbers):
         return
+    if "mamba" in settings.attention_config:  # refused elsewhere; in its configs the number of heads means nothing
+        return
     try:
         geometry = head_geometry(settings)
     except ConfigError as error:

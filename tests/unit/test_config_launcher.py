@@ -172,7 +172,7 @@ def test_hostfile_and_address_from_the_environment(folder, monkeypatch):
 @pytest.mark.parametrize(
     "hosts, values, word",
     [
-        (None, {}, "no such file"),
+        (None, dict(num_nodes=2), "num_nodes=2"),
         ("a slots=x\n", {}, "bad entry"),
         ("", {}, "empty"),
         ("a slots=2\n", dict(include="c"), "include=c"),
@@ -186,6 +186,19 @@ def test_faulty_hostfiles(folder, hosts, values, word):
     (folder / "cluster.yml").write_text(json.dumps({**values, "hostfile": str(folder / "hosts")}))
     with pytest.raises(ConfigError, match=word):
         deepy(folder, "model", "cluster")
+
+
+def test_a_hostfile_that_is_not_there_means_this_machine(folder, monkeypatch):
+    """GPT-NeoX's own configurations name one that does not exist, and are meant to run on one machine."""
+    (folder / "cluster.yml").write_text(json.dumps({"hostfile": "/mock_path", "num_gpus": 2}))
+    with pytest.warns(UserWarning, match="hostfile=/mock_path.*this machine alone"):
+        args = deepy(folder, "model", "cluster")
+    assert args.global_num_gpus == 2
+    flags = flags_of(launcher.prepare(args))
+    assert (flags.num_gpus, flags.hostfile) == (2, "/mock_path")
+    monkeypatch.setenv("DLTS_HOSTFILE", "/absent")
+    with pytest.raises(ConfigError, match="DLTS_HOSTFILE=/absent"):
+        deepy(folder, "model")
 
 
 @pytest.mark.parametrize("values, word", [(dict(num_nodes=2), "num_nodes=2"), (dict(include="localhost:0"), "GPUs")])

@@ -10,7 +10,8 @@ class NeoXArgsDeepspeedRunner:
 
     hostfile: Optional[str] = None
     """Path of a file that lists the hosts of a run, one `name slots=count` per line. Null: the file named by the
-    environment variable DLTS_HOSTFILE, else `/job/hostfile` if there is one, else this machine alone."""
+    environment variable DLTS_HOSTFILE, else `/job/hostfile` if there is one, else this machine alone. A file that is
+    not there means this machine alone too, with a warning."""
 
     include: Optional[str] = None
     """Hosts and devices to use out of the hostfile, e.g. `worker-0@worker-1:0,2` for all of worker-0 and two devices of
