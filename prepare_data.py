@@ -7,15 +7,15 @@ writes data/pydocs/pydocs_text_document.{bin,idx} and, as no tokenizer is given,
 
 import argparse
 import os
-import sys
 
-from megatron.errors import NeoXError
-from megatron.tokenizer import TOKENIZERS
-from tools.datasets.corpora import PYDOCS, PYDOCS_BYTES, Preparation, prepare_dataset
+from megatron.entry import run_main
 
 
 def get_args(input_args=None) -> argparse.Namespace:
     """Parse the command line: GPT-NeoX's options, and those for what it would download."""
+    from megatron.tokenizer import TOKENIZERS
+    from tools.datasets.corpora import PYDOCS, PYDOCS_BYTES
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("dataset", nargs="?", default=PYDOCS, help=f"{PYDOCS}, or a .jsonl or .txt file, or a folder of them")
@@ -36,6 +36,8 @@ def get_args(input_args=None) -> argparse.Namespace:
 
 def main(input_args=None) -> None:
     """Run the command line."""
+    from tools.datasets.corpora import Preparation, prepare_dataset
+
     args = get_args(input_args)
     preparation = Preparation(
         dataset=args.dataset,
@@ -57,7 +59,4 @@ def main(input_args=None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except NeoXError as error:
-        sys.exit(f"error: {error}")
+    run_main(main)

@@ -9,6 +9,8 @@ from typing import Any, Callable
 from megatron.errors import NeoXError
 
 EXIT_CODE = 1
+_REQUIRED = ("torch", "deepspeed", "numpy", "yaml", "tokenizers", "tqdm", "rich", "matplotlib", "safetensors")
+"""What requirements/requirements.txt installs, by the names that are imported."""
 _WAIT_FOR_RANK_0 = 5.0
 """Seconds. DeepSpeed's launcher looks for failed processes every second and ends the others."""
 
@@ -23,11 +25,18 @@ def run_main(main: Callable[[], Any]) -> None:
         main()
     except NeoXError as error:
         _fail(error)
+    except ModuleNotFoundError as error:
+        if error.name not in _REQUIRED:
+            raise
+        _fail(
+            f"the package {error.name} is not installed for {sys.executable}; use .venv/bin/python, which `make setup` "
+            "makes, or install requirements/requirements.txt"
+        )
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 
 
-def _fail(error: NeoXError) -> None:
+def _fail(error: Any) -> None:
     rank, world_size = _rank_and_world_size()
     if rank > 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

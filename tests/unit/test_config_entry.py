@@ -58,3 +58,19 @@ def test_another_rank_prints_an_error_of_its_own():
     process = start(0.01, RANK="3", WORLD_SIZE="4")
     assert process.communicate(timeout=60)[1] == f"error (rank 3): {MESSAGE}"
     assert process.returncode == 1
+
+
+@pytest.mark.parametrize(
+    "package, shown", [("torch", "error: the package torch is not installed"), ("nothing", "Traceback")]
+)
+def test_a_required_package_that_is_missing_is_named(package, shown):
+    code = f"""
+import megatron.entry
+
+def main():
+    raise ModuleNotFoundError("No module named {package!r}", name={package!r})
+
+megatron.entry.run_main(main)
+"""
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert finished.returncode == 1 and finished.stderr.startswith(shown)
