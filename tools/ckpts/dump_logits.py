@@ -46,17 +46,20 @@ def dump_logits(
     Raises ConfigError, CheckpointError or DataError; `out` is then what it was before.
     """
     folder = checkpoint_folder(checkpoint, iteration)
-    reader = CheckpointReader(folder)
     length = tokens.shape[1] - labels_from_tokens
-    args = inference_args(reader, configs, model_parallel_size, precision, length)
+    args = inference_args(CheckpointReader(folder), configs, model_parallel_size, precision, length)
     _check_tokens(tokens, args.padded_vocab_size, labels_from_tokens)
     _check_out(out)
     job = dict(folder=folder, out=out, labels=labels_from_tokens, batch_size=batch_size, settings=args.given())
-    return run_on_ranks(args.model_parallel_size, _compute, job, tokens)
+    return run_on_ranks(args.model_parallel_size, compute, job, tokens)
 
 
-def _compute(job: Dict[str, Any], tokens: np.ndarray) -> Optional[float]:
-    """On each rank: build and fill the model, run it; rank 0 writes."""
+def compute(job: Dict[str, Any], tokens: np.ndarray) -> Optional[float]:
+    """What each rank does: build the model, fill it, run it. Rank 0 writes, and returns the loss if there are labels.
+
+    job: `settings` of NeoXArgs, `folder` of the checkpoint, `out`, `labels` (whether tokens are [b, s + 1]),
+    `batch_size`.
+    """
     from megatron.checkpointing.weights import load_weights_from
     from megatron.initialize import initialize_megatron
     from megatron.logging.quiet import quiet_libraries, without_library_prints
