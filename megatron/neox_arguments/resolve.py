@@ -35,8 +35,8 @@ class Resolved:
 def resolve(raw: Mapping[str, Any], world_size: Optional[int] = None) -> Resolved:
     """Turn argument values as written in a config into the complete set.
 
-    world_size is the number of processes, where known. Null means "as if not written", except that
-    gradient_accumulation_steps null follows from the batch sizes.
+    world_size is the number of processes, where known. Null means "as if not written".
+    gradient_accumulation_steps follows from the batch sizes unless it is written.
 
     Raises ConfigError with every problem found: unknown keys, wrong types, values that do not fit together, features
     that are not built.

@@ -21,7 +21,8 @@ class NeoXArgsDeepspeedConfig:
 
     gradient_accumulation_steps: int = 1
     """Micro batches whose gradients are added up before one optimizer step; with a pipeline this is also how many micro
-    batches fill it. The default is 1 and counts as set: give null to have it computed from the two batch sizes."""
+    batches fill it. Left out or null: what follows from the two batch sizes where both are given, else 1. (GPT-NeoX
+    needs null for the former; there a left-out value counts as 1.)"""
 
     optimizer: Optional[dict] = None
     """The optimizer as `{type: ..., params: {lr: ..., betas: ..., eps: ...}}`. `type` is one of the choices of
