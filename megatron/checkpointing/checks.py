@@ -12,12 +12,16 @@ def raise_problems(folder: str, problems: List[str]) -> None:
         raise CheckpointError(f"{folder} does not fit this run:\n{listed}")
 
 
-def args_problems(neox_args, saved: Dict[str, Any]) -> List[str]:
-    """Each of the settings recorded in the checkpoint whose value is another one now."""
+def args_problems(neox_args, saved: Dict[str, Any], resharded: bool = False) -> List[str]:
+    """Each of the settings recorded in the checkpoint whose value is another one now.
+
+    resharded: the weights are split anew, so what follows from the number of ranks may differ.
+    """
+    free = ("model_parallel_size", "padded_vocab_size") if resharded else ("model_parallel_size",)
     return [
         f"{key}: {value!r} in the checkpoint, {_now(neox_args, key)!r} in the config"
         for key, value in saved.items()
-        if key != "model_parallel_size" and value != _now(neox_args, key)
+        if key not in free and value != _now(neox_args, key)
     ]
 
 

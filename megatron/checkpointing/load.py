@@ -55,8 +55,9 @@ def _resume(neox_args, engine, folder: str) -> Dict[str, Any]:
         refuse_patterns("load", neox_args.load)
         check_stamp(neox_args, folder)
         reader = CheckpointReader(folder)
+        raise_problems(folder, tensor_parallel_problems(neox_args, reader))
         raise_problems(folder, args_problems(neox_args, reader.args))
-        raise_problems(folder, tensor_parallel_problems(neox_args, reader) or _missing_rank(engine, reader))
+        raise_problems(folder, _stacking_problems(reader) or _missing_rank(engine, reader))
         raise_problems(folder, layout_problems(neox_args, engine, reader))
         raise_problems(folder, _model_problems(engine, reader))
         use_safe_files(engine)
@@ -121,6 +122,15 @@ def _shape_differences(saved, ours):
         return ["the parameters are grouped or ordered otherwise (weight_decay or optimizer settings differ)"]
     shapes = ((name, theirs.get(name), wanted.get(name)) for name in differing)
     return [f"{name}: shape {saved} in the checkpoint, {ours} in the model" for name, saved, ours in shapes]
+
+
+def _stacking_problems(reader: CheckpointReader):
+    if not reader.stacks_branches:
+        return []
+    return [
+        "mlp.w1 and mlp.w3 of an older version are one weight today (mlp.linear1), which its optimizer state does not "
+        "fit; set no_load_optim=true (or finetune=true) to take only its weights"
+    ]
 
 
 def _missing_rank(engine, reader: CheckpointReader):

@@ -4,6 +4,8 @@ layers       `layer_<index>-model_<tp>-model_states.pt`, one for each layer and 
              >= 1)
 sequential   `mp_rank_<tp>_model_states.pt`, whose `module` holds `sequential.<index>.<name>` (pipe_parallel_size 0)
 partitioned  `zero_pp_rank_<dp>_mp_rank_<tp>_*.pt`: as sequential, with each tensor in pieces (ZeRO stage 3)
+
+Names of older versions become today's here, so that nothing else has to know them.
 """
 
 import os
@@ -12,6 +14,7 @@ from typing import Any, Dict, Iterable, List, Optional
 
 import torch
 
+from megatron.checkpointing.legacy import current_names, stacks_branches
 from megatron.checkpointing.safe_load import load_file, verify_file
 from megatron.checkpointing.stamp import checkpoint_config, read_stamp
 from megatron.checkpointing.zero3 import join_partitions, model_states_path
@@ -65,6 +68,14 @@ class CheckpointReader:
 
     def layer_state(self, index: int, tp_rank: int = 0) -> LayerState:
         """{name: tensor} of one layer on one tensor-parallel rank; {} for a layer without weights."""
+        return current_names(self._saved_layer(index, tp_rank))
+
+    @property
+    def stacks_branches(self) -> bool:
+        """Whether tensors that were saved apart (mlp.w1 and w3) are read as one."""
+        return any(stacks_branches(self._saved_layer(index, 0)) for index in self.layer_indices()[:2])
+
+    def _saved_layer(self, index: int, tp_rank: int) -> LayerState:
         if not self.is_layered:
             return self._sequential_layers(tp_rank).get(index, {})
         if (index, tp_rank) not in self._layer_files:

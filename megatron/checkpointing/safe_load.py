@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
+from megatron.checkpointing.legacy import current_file, is_unused_buffer
 from megatron.errors import CheckpointError
 
 _DEEPSPEED_CLASSES = (
@@ -75,15 +76,19 @@ def save_file(contents: Any, path: str, zipped: bool = True) -> None:
 
 
 class SafeCheckpointEngine(TorchCheckpointEngine):
-    """DeepSpeed's file access, restricted: reads accept no foreign objects, writes reach the disk."""
+    """DeepSpeed's file access, restricted: reads accept no foreign objects, writes reach the disk.
 
-    def __init__(self, config_params=None, keep_optimizer: bool = True):
+    Weights are read under today's names; keep_frequencies: see `legacy.current_file`.
+    """
+
+    def __init__(self, config_params=None, keep_optimizer: bool = True, keep_frequencies: bool = True):
         super().__init__(config_params)
         self.keep_optimizer = keep_optimizer
+        self.keep_frequencies = keep_frequencies
         self._failure = None
 
     def load(self, path, map_location=None):
-        return load_file(path, map_location)
+        return current_file(load_file(path, map_location), self.keep_frequencies)
 
     def save(self, state_dict, path):
         if not self.keep_optimizer:
@@ -113,7 +118,8 @@ def use_safe_files(engine, keep_optimizer: bool = True) -> SafeCheckpointEngine:
             f"the DeepSpeed config asks for the checkpoint writer {type(engine.checkpoint_engine).__name__}; only the "
             "standard one is supported: remove `writer` from `checkpoint` and `datastates_ckpt`"
         )
-    engine.checkpoint_engine = SafeCheckpointEngine(engine._config, keep_optimizer)
+    keep_frequencies = any(is_unused_buffer(name) for name, _ in engine.module.named_buffers())
+    engine.checkpoint_engine = SafeCheckpointEngine(engine._config, keep_optimizer, keep_frequencies)
     return engine.checkpoint_engine
 
 

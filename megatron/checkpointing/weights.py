@@ -1,7 +1,7 @@
-"""Weights without an optimizer: for generation, fine-tuning and another pipe_parallel_size."""
+"""Weights without an optimizer: for generation, fine-tuning and another parallel layout."""
 
 from contextlib import nullcontext
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Union
 
 import deepspeed
 import torch
@@ -9,18 +9,24 @@ import torch
 from megatron import mpu
 from megatron.checkpointing.checks import args_problems, raise_problems
 from megatron.checkpointing.folders import find_checkpoint
+from megatron.checkpointing.legacy import is_unused_buffer
 from megatron.checkpointing.ranks import say, together
 from megatron.checkpointing.reader import CheckpointReader
+from megatron.checkpointing.resharded import ReshardedReader
+from megatron.checkpointing.shards import Shards
 from megatron.checkpointing.stamp import check_stamp
 from megatron.errors import CheckpointError
+
+Weights = Union[CheckpointReader, ReshardedReader]
 
 
 def load_model_weights(neox_args, model, iteration=None) -> int:
     """Fill `model` (GPT2ModelPipe or GPT2ModelSequential) from `neox_args.load`; returns the checkpoint's iteration.
 
-    Any pipe_parallel_size reads any other's files; model_parallel_size must be equal. Values are converted to the
-    model's dtype. Raises CheckpointError, before anything is changed, if there is no checkpoint, if it is of another
-    geometry or has other settings, or if any name or shape differs; all differences are listed.
+    Any pipe_parallel_size and model_parallel_size read any other's files; the function stays the same. Values are
+    converted to the model's dtype. Raises CheckpointError, before anything is changed, if there is no checkpoint, if
+    it is of another geometry or has other settings, if its tensor-parallel shards do not fit together, or if any name
+    or shape differs; all differences are listed.
     """
     with together():
         folder = find_checkpoint(neox_args.load, iteration) if neox_args.load else None
@@ -34,12 +40,15 @@ def load_weights_from(neox_args, model, folder: str) -> int:
     with together():
         check_stamp(neox_args, folder)
         reader = CheckpointReader(folder)
-        problems = tensor_parallel_problems(neox_args, reader) + args_problems(neox_args, reader.args)
-        raise_problems(folder, problems)
-        raise_problems(folder, weight_problems(model, reader, mpu.get_model_parallel_rank()))
-        reader.verify(mpu.get_model_parallel_rank(), layers_of(model))
-    fill(model, reader, mpu.get_model_parallel_rank())
+        resharded = reader.model_parallel_size != neox_args.model_parallel_size
+        raise_problems(folder, args_problems(neox_args, reader.args, resharded))
+        weights = _resharded(neox_args, reader) if resharded else reader
+        raise_problems(folder, weight_problems(model, weights, mpu.get_model_parallel_rank()))
+        weights.verify(mpu.get_model_parallel_rank(), layers_of(model))
+    fill(model, weights, mpu.get_model_parallel_rank())
     say(f"loaded the weights in {folder}")
+    if resharded:
+        say(f"they were split over {reader.model_parallel_size} tensor-parallel ranks{_caveat(neox_args)}")
     return reader.iteration or 0
 
 
@@ -56,7 +65,7 @@ def layers_of(model) -> Dict[int, Dict[str, torch.Tensor]]:
     return layers
 
 
-def weight_problems(model, reader: CheckpointReader, tp_rank: int) -> List[str]:
+def weight_problems(model, reader: Weights, tp_rank: int) -> List[str]:
     """Every missing, unexpected or differently shaped tensor, as lines."""
     wanted = layers_of(model)
     problems = []
@@ -65,6 +74,8 @@ def weight_problems(model, reader: CheckpointReader, tp_rank: int) -> List[str]:
         for name in sorted(set(saved) | set(ours)):
             if name not in saved:
                 problems.append(f"layer {index} {name}: missing in the checkpoint")
+            elif name not in ours and is_unused_buffer(name):
+                continue
             elif name not in ours:
                 problems.append(f"layer {index} {name}: in the checkpoint, but this model has no such parameter")
             elif tuple(saved[name].shape) != _shape(ours[name]):
@@ -74,16 +85,17 @@ def weight_problems(model, reader: CheckpointReader, tp_rank: int) -> List[str]:
 
 
 def tensor_parallel_problems(neox_args, reader: CheckpointReader) -> List[str]:
-    """Splitting or joining tensor-parallel shards is a conversion, not a load."""
+    """An optimizer's state cannot be joined or split."""
     if reader.model_parallel_size == neox_args.model_parallel_size:
         return []
     return [
         f"model_parallel_size: {reader.model_parallel_size} in the checkpoint, {neox_args.model_parallel_size} in the "
-        "config; set it to the checkpoint's (loading does not join or split tensor-parallel shards)"
+        "config, and optimizer state cannot be joined or split; set it to the checkpoint's, or take only the weights: "
+        "no_load_optim=true, finetune=true, or tools/ckpts/reshard.py"
     ]
 
 
-def fill(model, reader: CheckpointReader, tp_rank: int) -> None:
+def fill(model, reader: Weights, tp_rank: int) -> None:
     """Copy a checkpoint's tensors into a model whose names and shapes agree with it."""
     with torch.no_grad():
         for index, tensors in layers_of(model).items():
@@ -95,11 +107,24 @@ def fill(model, reader: CheckpointReader, tp_rank: int) -> None:
         model._synchronize_tied_weights()
 
 
+def _resharded(neox_args, reader: CheckpointReader) -> ReshardedReader:
+    vocab_size = None if getattr(neox_args, "tokenizer", None) is None else neox_args.tokenizer.vocab_size
+    ranks, rows = neox_args.model_parallel_size, neox_args.padded_vocab_size
+    return ReshardedReader(reader, Shards(neox_args), ranks, rows, vocab_size)
+
+
+def _caveat(neox_args) -> str:
+    """The one function that GPT-NeoX lets depend on the number of ranks."""
+    if neox_args.use_qk_layernorm and neox_args.norm in ("layernorm", "non_parametric_layernorm"):
+        return "; use_qk_layernorm with layernorm takes its mean over one rank's heads, so results differ a little"
+    return ""
+
+
 def _has_weights(module: Any) -> bool:
     return hasattr(module, "state_dict") and hasattr(module, "load_state_dict")
 
 
-def _present(model, reader: CheckpointReader, tp_rank: int) -> set:
+def _present(model, reader: Weights, tp_rank: int) -> set:
     """The saved layers that this rank's model should have a place for."""
     indices = set(reader.layer_indices(tp_rank))
     if hasattr(model, "forward_funcs"):

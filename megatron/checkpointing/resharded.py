@@ -1,0 +1,90 @@
+"""A checkpoint read as if it had been saved at another tensor-parallel size."""
+
+from typing import Any, Dict, Iterable, List, Optional
+
+import torch
+
+from megatron.checkpointing.reader import CheckpointReader, LayerState
+from megatron.checkpointing.shards import VOCABULARY, Shards
+from megatron.checkpointing.vocabulary import resize_vocabulary
+from megatron.errors import CheckpointError
+
+
+class ReshardedReader:
+    """The weights of a CheckpointReader, joined and split anew over `model_parallel_size` ranks, layer by layer.
+
+    vocabulary_rows: the padded vocabulary to give the tables. vocab_size: the tokens in use, None if unknown.
+    At the checkpoint's own size the shards are passed on untouched.
+    """
+
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        shards: Shards,
+        model_parallel_size: int,
+        vocabulary_rows: int,
+        vocab_size: Optional[int] = None,
+    ):
+        self.reader = reader
+        self._shards = shards
+        self.model_parallel_size = model_parallel_size
+        self.vocabulary_rows = vocabulary_rows
+        self._vocab_size = vocab_size
+        self._joined_index: Optional[int] = None
+        self._joined: LayerState = {}
+
+    @property
+    def folder(self) -> str:
+        return self.reader.folder
+
+    @property
+    def iteration(self) -> Optional[int]:
+        """As CheckpointReader.iteration."""
+        return self.reader.iteration
+
+    @property
+    def args(self) -> Dict[str, Any]:
+        """As CheckpointReader.args: the settings of the run that saved."""
+        return self.reader.args
+
+    def layer_indices(self, tp_rank: int = 0) -> List[int]:
+        """The layers that have weights, ascending; the same on all ranks."""
+        return self.reader.layer_indices(0)
+
+    def layer_state(self, index: int, tp_rank: int = 0) -> LayerState:
+        """{name: tensor} of one layer on one of the new ranks.
+
+        Raises CheckpointError if the shards do not fit together, or cannot be split so.
+        """
+        ranks = self.model_parallel_size
+        if ranks == self.reader.model_parallel_size:
+            return self.reader.layer_state(index, tp_rank)
+        whole = self.whole_layer(index)
+        return {name: self._shards.piece(index, name, tensor, tp_rank, ranks) for name, tensor in whole.items()}
+
+    def whole_layer(self, index: int) -> LayerState:
+        """{name: tensor} of one layer over all ranks, with the new padding; the last one asked for is kept."""
+        if self._joined_index != index:
+            self._joined_index, self._joined = None, {}  # one layer in memory, not two
+            self._joined = self._join(index)
+            self._joined_index = index
+        return self._joined
+
+    def verify(self, tp_rank: int, layers: Iterable[int]) -> None:
+        """As CheckpointReader.verify, for every rank's files of these layers."""
+        layers = list(layers)
+        for rank in range(self.reader.model_parallel_size):
+            self.reader.verify(rank, layers)
+
+    def _join(self, index: int) -> LayerState:
+        states = [self.reader.layer_state(index, rank) for rank in range(self.reader.model_parallel_size)]
+        if any(set(state) != set(states[0]) for state in states):
+            raise CheckpointError(f"{self.folder}: layer {index} has other names on one rank than on another")
+        whole = {name: self._shards.join(index, name, [state[name] for state in states]) for name in states[0]}
+        for name in filter(VOCABULARY.fullmatch, whole):
+            whole[name] = self._resized(index, name, whole[name])
+        return whole
+
+    def _resized(self, index: int, name: str, table: torch.Tensor) -> torch.Tensor:
+        where = f"layer {index} {name}"
+        return resize_vocabulary(table, self.vocabulary_rows, self._vocab_size, where)

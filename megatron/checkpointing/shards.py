@@ -1,0 +1,136 @@
+"""How each parameter is split over tensor-parallel ranks: the one table, read in both directions.
+
+The cutting itself is `megatron.mpu.shard` and `unshard`, as for initial weights; here are the names.
+"""
+
+import re
+from typing import List, NamedTuple, Optional
+
+import torch
+
+from megatron import mpu
+from megatron.errors import CheckpointError
+from megatron.model.attention.self_attention import qkv_row_groups
+from megatron.model.gpt2_model import FIRST_TRANSFORMER_LAYER
+
+VOCABULARY = re.compile(r"word_embeddings\.weight|final_linear\.weight")
+"""[padded vocabulary, h]: rows whose number depends on the number of ranks."""
+
+_QKV = re.compile(r"attention\.query_key_value\.(weight|bias)")
+_LINEAR1 = re.compile(r"mlp\.linear1\.(weight|bias)")
+_ROWS = re.compile(r"attention\.qk_layernorm\.(weight|bias|scale)|attention\.alibi_embed\.slopes")
+_COLUMNS = re.compile(r"(attention\.dense|mlp\.linear2|attention\.rpe)\.weight")
+_ROW_BIAS = re.compile(r"(attention\.dense|mlp\.linear2)\.bias")
+_REPLICATED = re.compile(
+    r"(input_layernorm|post_attention_layernorm|norm)\.(weight|bias|scale|g)|attention\.qk_layernorm\.g"
+    r"|position_embeddings\.(weight|inv_freq)|attention\.rotary_emb\.inv_freq"
+)
+
+
+class Split(NamedTuple):
+    """How one parameter is split: along `dim` in `groups` (see mpu.shard); dim None: each rank has all of it.
+
+    summed: the ranks' copies are terms of a sum.
+    """
+
+    dim: Optional[int] = None
+    groups: Optional[List[int]] = None
+    summed: bool = False
+
+
+class Shards:
+    """Joins and splits the parameters of one model.
+
+    average: replicated parameters that differ between the ranks, as they can after a long run in half precision,
+        are averaged; otherwise they are an error.
+    """
+
+    def __init__(self, neox_args, average: bool = False):
+        self.neox_args = neox_args
+        self.average = average
+
+    def split_of(self, index: int, name: str) -> Split:
+        """The rule of parameter `name` of layer `index`. Raises CheckpointError for a name that no model here has."""
+        number = index - FIRST_TRANSFORMER_LAYER
+        if _QKV.fullmatch(name):
+            geometry = self.neox_args.head_geometry(number)
+            return Split(0, qkv_row_groups(geometry) or [geometry.qkv_hidden_size])
+        if _LINEAR1.fullmatch(name):
+            geometry = self.neox_args.mlp_geometry(number)
+            return Split(0, [geometry.ffn_hidden_size] * (2 if geometry.gated else 1))
+        if VOCABULARY.fullmatch(name) or _ROWS.fullmatch(name):
+            return Split(0)
+        if _COLUMNS.fullmatch(name):
+            return Split(1)
+        if _ROW_BIAS.fullmatch(name):
+            return Split(summed=self.neox_args.gpt_j_residual)
+        if _REPLICATED.fullmatch(name):
+            return Split()
+        raise CheckpointError(f"layer {index} {name}: not a parameter of these models, so how to split it is unknown")
+
+    def join(self, index: int, name: str, shards: List[torch.Tensor]) -> torch.Tensor:
+        """The whole parameter from the shards of all ranks, in rank order; with one shard, that itself.
+
+        Raises CheckpointError if the shards do not fit together, or not to the config.
+        """
+        if len(shards) == 1:
+            return shards[0]
+        rule = self.split_of(index, name)
+        if rule.summed:
+            return _sum(shards)
+        if rule.dim is None:
+            return self._agreed(index, name, shards)
+        if len({(shard.shape, shard.dtype) for shard in shards}) > 1:
+            raise CheckpointError(f"layer {index} {name}: the ranks' shards have different shapes or dtypes")
+        self._check_size(index, name, rule, shards[0].shape[rule.dim] * len(shards))
+        return mpu.unshard(shards, rule.dim, rule.groups)
+
+    def piece(self, index: int, name: str, whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+        """One rank's share of a whole parameter: inverse of `join`. A tensor of its own, or `whole` itself.
+
+        Raises CheckpointError if the parameter does not fit the config or does not split evenly.
+        """
+        if ranks == 1:
+            return whole
+        rule = self.split_of(index, name)
+        if rule.summed:
+            return whole if rank == 0 else torch.zeros_like(whole)
+        if rule.dim is None:
+            return whole
+        size = whole.shape[rule.dim]
+        self._check_size(index, name, rule, size)
+        if any(block % ranks for block in rule.groups or [size]):
+            raise CheckpointError(f"layer {index} {name}: {size} does not split over model_parallel_size={ranks}")
+        return mpu.shard(whole, rule.dim, rank, ranks, rule.groups)
+
+    def split(self, index: int, name: str, whole: torch.Tensor, ranks: int) -> List[torch.Tensor]:
+        """The shares of all ranks."""
+        return [self.piece(index, name, whole, rank, ranks) for rank in range(ranks)]
+
+    def _check_size(self, index: int, name: str, rule: Split, size: int) -> None:
+        wanted = sum(rule.groups) if rule.groups else size
+        if size != wanted:
+            raise CheckpointError(
+                f"layer {index} {name}: {size} rows over all ranks in the checkpoint, {wanted} by the config; use the "
+                "config that the checkpoint was made with"
+            )
+
+    def _agreed(self, index: int, name: str, copies: List[torch.Tensor]) -> torch.Tensor:
+        if all(torch.equal(copies[0], copy) for copy in copies[1:]):
+            return copies[0]
+        if any(copy.shape != copies[0].shape for copy in copies):
+            raise CheckpointError(f"layer {index} {name}: the ranks' copies have different shapes")
+        if self.average:
+            return torch.stack([copy.double() for copy in copies]).mean(0).to(copies[0].dtype)
+        apart = max((copies[0].double() - copy.double()).abs().max().item() for copy in copies[1:])
+        raise CheckpointError(
+            f"layer {index} {name}: the tensor-parallel ranks should have equal copies, and they differ by up to "
+            f"{apart:.3g}; if they drifted apart in training, `python tools/ckpts/reshard.py --average-replicas` "
+            "takes their mean"
+        )
+
+
+def _sum(terms: List[torch.Tensor]) -> torch.Tensor:
+    """In at least fp32, rounded once."""
+    wide = torch.promote_types(terms[0].dtype, torch.float32)
+    return torch.stack([term.to(wide) for term in terms]).sum(0).to(terms[0].dtype)
