@@ -129,6 +129,8 @@ def _precision(settings: Any) -> Iterator[str]:
 
 def _zero(settings: Any) -> Iterator[str]:
     stage = stage_of(settings.zero_optimization)
+    if is_enabled(settings.autotuning):  # refused elsewhere; its configs list several stages to try
+        return
     if type(stage) is not int or stage not in (0, 1, 2, 3):
         yield f"zero_optimization.stage={stage!r} must be 0, 1, 2 or 3"
     elif stage >= 2 and settings.pipe_parallel_size >= 1:

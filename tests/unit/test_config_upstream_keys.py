@@ -293,6 +293,13 @@ def test_a_mamba_config_is_refused_for_mamba_only():
     assert [problem.split(":")[0] for problem in caught.value.problems] == ["attention_config=mamba"]
 
 
+def test_an_autotuning_config_is_refused_for_autotuning_only():
+    values = tiny_values(autotuning={"enabled": True}, zero_optimization={"stage": [0, 1, 2, 3]})
+    with pytest.raises(ConfigError) as caught:
+        NeoXArgs.from_dict(values)
+    assert [problem.split("=")[0] for problem in caught.value.problems] == ["autotuning"]
+
+
 @pytest.mark.parametrize(
     "config, kinds",
     [

@@ -21,8 +21,8 @@ class NeoXArgsDeepspeedConfig:
 
     gradient_accumulation_steps: int = 1
     """Micro batches whose gradients are added up before one optimizer step; with a pipeline this is also how many micro
-    batches fill it. Left out or null: what follows from the two batch sizes where both are given, else 1. (GPT-NeoX
-    needs null for the former; there a left-out value counts as 1.)"""
+    batches fill it. Left out or null: what follows from the two batch sizes where both are given, else 1. In
+    GPT-NeoX a left-out value counts as 1, and only null follows."""
 
     optimizer: Optional[dict] = None
     """The optimizer as `{type: ..., params: {lr: ..., betas: ..., eps: ...}}`. `type` is one of the choices of
