@@ -4,6 +4,7 @@ The numbers to compare with are in data/preset_geometries.json, with their sourc
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,17 @@ from megatron import costs
 from megatron.geometry import padded_vocab_size
 from megatron.model.gpt2_model import GPT2ModelSequential, build_model
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.loading import parse
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MODELS = json.loads((Path(__file__).parent / "data" / "preset_geometries.json").read_text())["models"]
 NOT_CONVERTIBLE = {"qwen3/qwen3-0.6B.yml": 28 * 2 * 128}
 """Parameters of the published model that a preset leaves out: Qwen3's scales for q and k, one per head width."""
-OVERLAYS = ("20-steps", "dp2-zero1", "dp2-zero2", "first-half", "generate", "pp2", "single", "tp2")
+MORE_ROWS = ("qwen3/qwen3-0.6B.yml",)
+"""Published weights with more rows than any padding of the tokenizer gives."""
+DEMO = "demo/qwen3-tiny-cpu.yml"
+OVERLAYS = sorted(path.name for path in (CONFIGS / "demo").glob("*.yml") if path.name != Path(DEMO).name)
+UPSTREAM = {row[0] for row in json.loads((Path(__file__).parent / "data" / "upstream_args.json").read_text())["args"]}
 
 
 def load(*names, **changes):
@@ -34,10 +40,13 @@ def one_process(name, **changes):
     return load(name, **{**single, "gradient_accumulation_steps": 1, **changes})
 
 
-def test_every_preset_has_a_published_model_beside_it():
-    found = {str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yml")}
+def test_every_preset_has_a_published_model_beside_it_and_is_in_the_readme():
+    found = {path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yml")}
     assert {name for name in found if not name.startswith("demo/")} == set(MODELS)
-    assert {Path(name).stem for name in found if name.startswith("demo/")} == {"qwen3-tiny-cpu", *OVERLAYS}
+    readme = (CONFIGS / "README.md").read_text()
+    for name in found:
+        stem = Path(name).stem if name.startswith(("pythia/", "llama")) else Path(name).name
+        assert re.search(rf"\b{re.escape(stem)}\b", readme), name
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -79,12 +88,13 @@ def test_parameter_count_is_the_published_one(name):
     model, args = MODELS[name], load(name)
     published = model["params"] - NOT_CONVERTIBLE.get(name, 0)
     rows = padded_vocab_size(model["tokenizer_size"], args.make_vocab_size_divisible_by, args.model_parallel_size)
-    assert rows == model["vocab_size"]
-    args.padded_vocab_size = rows
+    assert rows < model["vocab_size"] if name in MORE_ROWS else rows == model["vocab_size"]
+    args.padded_vocab_size = model["vocab_size"]
     assert costs.num_parameters(args) == published
     args.padded_vocab_size = model["tokenizer_size"]
+    padding = model["vocab_size"] - model["tokenizer_size"]
     matrices = 1 if model["tie_embeddings"] else 2
-    assert costs.num_parameters(args) == published - matrices * (rows - model["tokenizer_size"]) * model["hidden_size"]
+    assert costs.num_parameters(args) == published - matrices * padding * model["hidden_size"]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -136,6 +146,15 @@ def test_the_batch_keeps_its_size_on_any_number_of_devices(name):
         assert changed.train_micro_batch_size_per_gpu * changed.gradient_accumulation_steps * replicas == total
 
 
+@pytest.mark.parametrize("name", [name for name in MODELS if name.startswith("pythia/") or name == "20B.yml"])
+def test_gpt_neox_can_read_the_presets_of_its_own_models(name):
+    """It knows every key, and its YAML 1.1 loader finds the same numbers."""
+    text = (CONFIGS / name).read_text()
+    values = parse(text, name)
+    assert set(values) <= UPSTREAM
+    assert yaml.load(text, Loader=yaml.FullLoader) == values
+
+
 def test_qwen3_has_heads_wider_than_the_quotient():
     geometry = load("qwen3/qwen3-0.6B.yml").head_geometry()
     assert (geometry.num_attention_heads, geometry.head_dim) == (16, 128)
@@ -144,21 +163,21 @@ def test_qwen3_has_heads_wider_than_the_quotient():
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_demo_overlays_merge_with_the_demo_model(overlay):
-    base, args = load("demo/qwen3-tiny-cpu.yml"), load("demo/qwen3-tiny-cpu.yml", f"demo/{overlay}.yml")
-    written = yaml.safe_load((CONFIGS / f"demo/{overlay}.yml").read_text())
+    base, args = load(DEMO), load(DEMO, f"demo/{overlay}")
+    written = yaml.safe_load((CONFIGS / "demo" / overlay).read_text())
     assert args.head_geometry() == base.head_geometry() and args.train_batch_size == base.train_batch_size
     for key, value in written.items():
         assert args.given()[key] == value
-    assert set(args.config_files) == {"qwen3-tiny-cpu.yml", f"{overlay}.yml"}
+    assert set(args.config_files) == {Path(DEMO).name, overlay}
 
 
 @pytest.mark.parametrize("layout", ["single", "tp2", "pp2", "dp2-zero1", "dp2-zero2"])
 def test_demo_layouts_can_be_cut_short(layout):
-    args = load("demo/qwen3-tiny-cpu.yml", f"demo/{layout}.yml", "demo/20-steps.yml")
+    args = load(DEMO, f"demo/{layout}.yml", "demo/20-steps.yml")
     assert args.exit_interval == 20
     assert args.global_num_gpus == (1 if layout == "single" else 2)
 
 
 def test_demo_geometry():
-    geometry = load("demo/qwen3-tiny-cpu.yml").head_geometry()
+    geometry = load(DEMO).head_geometry()
     assert (geometry.query_hidden_size, geometry.kv_hidden_size, geometry.hidden_size) == (384, 128, 192)
