@@ -50,9 +50,12 @@ class ParallelSelfAttention(nn.Module):
         self.kernel = select_kernel(
             self.attention_type, self.partition, neox_args.params_dtype, mpu.current_device(), neox_args
         )
-        self._build_projections(neox_args, init_method, output_layer_init_method, parallel_output)
+        # In GPT-NeoX's order: an optimizer state in a checkpoint knows its parameters by their order only.
+        default_init, default_output_init = get_init_methods(neox_args)
         self._build_qk_norm(neox_args)
+        self._build_query_key_value(neox_args, init_method or default_init)
         self._build_positions(neox_args, rpe)
+        self._build_dense(neox_args, output_layer_init_method or default_output_init, parallel_output)
 
     # GPT-NeoX's names for the widths.
     @property
@@ -108,24 +111,24 @@ class ParallelSelfAttention(nn.Module):
             self.score_divisor = float(max(1, self.layer_number))
             self.attention_softmax_in_fp32 = True
 
-    def _build_projections(self, neox_args, init_method, output_layer_init_method, parallel_output) -> None:
-        default_init, default_output_init = get_init_methods(neox_args)
-        whole = self.geometry
+    def _build_query_key_value(self, neox_args, init_method) -> None:
         self.query_key_value = mpu.ColumnParallelLinear(
             neox_args,
-            whole.hidden_size,
-            whole.qkv_hidden_size,
+            self.geometry.hidden_size,
+            self.geometry.qkv_hidden_size,
             bias=neox_args.use_bias_in_attn_linear,
-            init_method=init_method or default_init,
-            row_groups=qkv_row_groups(whole),
+            init_method=init_method,
+            row_groups=qkv_row_groups(self.geometry),
             sequence_parallel=neox_args.sequence_parallel,
         )
+
+    def _build_dense(self, neox_args, init_method, parallel_output) -> None:
         self.dense = mpu.RowParallelLinear(
             neox_args,
-            whole.query_hidden_size,
-            whole.hidden_size,
+            self.geometry.query_hidden_size,
+            self.geometry.hidden_size,
             bias=neox_args.use_bias_in_attn_linear,
-            init_method=output_layer_init_method or default_output_init,
+            init_method=init_method,
             skip_bias_add=True,
             parallel_output=parallel_output,
             sequence_parallel=neox_args.sequence_parallel,
