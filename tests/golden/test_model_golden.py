@@ -12,7 +12,7 @@ from tests.helpers.tolerances import FORWARD, LOSS
 RELATIVE_GRADIENT_NORM = 1e-4
 
 
-def _run(args, case, tp, rank):
+def run(args, case, tp, rank):
     """(logits [2, seq, v], loss, {layer_NN.name: parameter with gradient})."""
     initialize_megatron(args)
     model = build_model(args)
@@ -32,7 +32,7 @@ def _run(args, case, tp, rank):
 
 def _faults(case, tp, pp, rank):
     """Everything in which one case at one layout differs from GPT-NeoX."""
-    logits, loss, parameters = _run(cases.arguments(case, tp, pp, global_num_gpus=tp), case, tp, rank)
+    logits, loss, parameters = run(cases.arguments(case, tp, pp, global_num_gpus=tp), case, tp, rank)
     golden_logits, golden_loss, golden_gradients = cases.expected(case, tp, rank)
     faults = []
     difference = (logits[:, ::4] - golden_logits).abs().max().item()

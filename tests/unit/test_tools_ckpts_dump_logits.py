@@ -131,16 +131,15 @@ def _compute_all(rank, world_size, jobs, ids):
     return [tool.compute(job, ids) for job in jobs]
 
 
-def test_two_ranks(tmp_path, monkeypatch):
+def test_two_ranks(tmp_path):
     """Every model, from two ranks' files, layer files and sequential in turn; and the loss, equal to the definition."""
     ids, jobs, models = token_ids(columns=LENGTH + 1), [], []
-    monkeypatch.setattr(tool, "run_on_ranks", lambda ranks, function, job, tokens: jobs.append((ranks, job)))
     for number, name in enumerate(MODELS):
         folder = tmp_path / str(number)
         models.append(saved(name, folder, tp=2, sequential=bool(number % 2)))
-        tool.dump_logits(str(folder), ids, str(folder / "out.npy"), labels_from_tokens=True, batch_size=2)
-    assert [ranks for ranks, _ in jobs] == [2] * len(MODELS)
-    losses, nothing = run_distributed(2, _compute_all, [job for _, job in jobs], ids, tmp_path=tmp_path)
+        jobs.append({**tool.plan(str(folder), ids, str(folder / "out.npy"), labels_from_tokens=True), "batch_size": 2})
+    assert [job["settings"]["model_parallel_size"] for job in jobs] == [2] * len(MODELS)
+    losses, nothing = run_distributed(2, _compute_all, jobs, ids, tmp_path=tmp_path)
     assert nothing == [None] * len(MODELS)
     faults = {}
     for number, (name, model) in enumerate(zip(MODELS, models, strict=True)):
@@ -150,6 +149,22 @@ def test_two_ranks(tmp_path, monkeypatch):
         )
         if not (difference < LOGITS and abs(losses[number] - expected.item()) < LOSS):
             faults[name] = difference, losses[number] - expected.item()
+    assert not faults
+
+
+def test_two_ranks_files_on_one_rank(tmp_path):
+    """The same function, but for a norm over the heads of a rank, whose function depends on their number."""
+    ids, out = token_ids(), str(tmp_path / "out.npy")
+    faults = {}
+    for number, name in enumerate(MODELS):
+        model = saved(name, tmp_path / str(number), tp=2)
+        tool.dump_logits(str(tmp_path / str(number)), ids, out, model_parallel_size=1)
+        difference = check(model, out, ids)
+        depends = model.c["use_qk_layernorm"] and model.c["norm"] == "layernorm"
+        if not difference < LOGITS:
+            faults[name] = difference
+        elif depends:
+            assert check(model, out, ids, tp=2) > 1e-3
     assert not faults
 
 

@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 from contextlib import redirect_stdout
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported: exact fp32, and as many ranks as asked for
 
@@ -30,7 +30,7 @@ def dump_logits(
     checkpoint: str,
     tokens: np.ndarray,
     out: str,
-    configs: List[str] = (),
+    configs: Sequence[str] = (),
     model_parallel_size: Optional[int] = None,
     precision: str = "fp32",
     labels_from_tokens: bool = False,
@@ -45,13 +45,31 @@ def dump_logits(
 
     Raises ConfigError, CheckpointError or DataError; `out` is then what it was before.
     """
+    job = plan(checkpoint, tokens, out, configs, model_parallel_size, precision, labels_from_tokens, iteration)
+    job["batch_size"] = batch_size
+    return run_on_ranks(job["settings"]["model_parallel_size"], compute, job, tokens)
+
+
+def plan(
+    checkpoint: str,
+    tokens: np.ndarray,
+    out: str,
+    configs: Sequence[str] = (),
+    model_parallel_size: Optional[int] = None,
+    precision: str = "fp32",
+    labels_from_tokens: bool = False,
+    iteration: Optional[int] = None,
+) -> Dict[str, Any]:
+    """Check everything that can be checked without computing, and return the job for `compute` on each rank.
+
+    Arguments and errors as for dump_logits.
+    """
     folder = checkpoint_folder(checkpoint, iteration)
     length = tokens.shape[1] - labels_from_tokens
     args = inference_args(CheckpointReader(folder), configs, model_parallel_size, precision, length)
     _check_tokens(tokens, args.padded_vocab_size, labels_from_tokens)
     _check_out(out)
-    job = dict(folder=folder, out=out, labels=labels_from_tokens, batch_size=batch_size, settings=args.given())
-    return run_on_ranks(args.model_parallel_size, compute, job, tokens)
+    return dict(folder=folder, out=out, labels=labels_from_tokens, batch_size=1, settings=args.given())
 
 
 def compute(job: Dict[str, Any], tokens: np.ndarray) -> Optional[float]:
