@@ -241,5 +241,13 @@ def _endless(dataset, sampler: DistributedBatchSampler, start: int, num_workers:
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator(),
         )
-        yield from loader
+        try:
+            yield from loader
+        except DataError as error:
+            raise _without_traceback(error) from None
         sampler.start = 0
+
+
+def _without_traceback(error: DataError) -> DataError:
+    """A worker process hands its error over as the text of a traceback, which ends with the error's own message."""
+    return DataError(str(error).rpartition(f"{DataError.__module__}.{DataError.__qualname__}: ")[2].strip())
