@@ -28,7 +28,7 @@ def _generated(args, runner, prompts, **options):
     ]
 
 
-def _all_texts(rank, world_size, tp, pp):
+def all_texts(rank, world_size, tp, pp):
     """{case: (each prompt alone with the cache, then without, both in one batch)}"""
     texts = {}
     for case in CASES:
@@ -51,7 +51,7 @@ def _all_texts(rank, world_size, tp, pp):
 
 @pytest.mark.parametrize("tp, pp", [(1, 0), (1, 1), (2, 0), (1, 2)])
 def test_tokens_equal_gpt_neox(tp, pp, tmp_path):
-    for rank, texts in enumerate(run_distributed(tp * max(pp, 1), _all_texts, tp, pp, tmp_path=tmp_path)):
+    for rank, texts in enumerate(run_distributed(tp * max(pp, 1), all_texts, tp, pp, tmp_path=tmp_path)):
         for case in CASES:
             expected = [continuation for _, continuation in golden_texts(case)]
             for what, tokens in zip(("cached", "recomputed", "in one batch"), texts[case], strict=True):
