@@ -89,8 +89,12 @@ class _new_folder:
 
 def _write_layers(weights: ReshardedReader, folder: str) -> None:
     indices = weights.layer_indices()
+    if not weights.reader.is_layered:
+        weights.verify(0, indices)
     with tqdm(total=len(indices) * weights.model_parallel_size, desc="layers", unit="file", dynamic_ncols=True) as bar:
         for index in indices:
+            if weights.reader.is_layered:  # just before it is read for use, so that the disk is read once
+                weights.verify(0, [index])
             for rank in range(weights.model_parallel_size):
                 state = weights.layer_state(index, rank)
                 save_file(dict(_of_their_own(state)), os.path.join(folder, layer_file(index, rank)))
@@ -159,11 +163,15 @@ def _write_configs(folder: str, texts: Mapping[str, str], model_parallel_size: i
 
 
 def _with_setting(text: str, key: str, value: int) -> tuple:
-    """(text, whether it sets `key`), with the value replaced; comments and spelling stay."""
-    spelled = key.replace("_", "[-_]")
-    pattern = re.compile(rf"""^([^#\n]*?(?:\b|["']){spelled}["']?\s*:\s*)(?:\d+|null|~)""", re.MULTILINE)
-    text, found = pattern.subn(rf"\g<1>{value}", text)
-    return text, bool(found)
+    """(text, whether it sets `key`), with the value replaced; comments and spelling stay where that is possible."""
+    settings = yaml.safe_load(text)
+    spelled = [name for name in settings or {} if name.replace("-", "_") == key]
+    if not spelled:
+        return text, False
+    wanted = {**settings, spelled[0]: value}
+    pattern = re.compile(rf"""^([^#\n]*?(?:\b|["']){spelled[0]}["']?\s*:\s*)(?:\d+|null|~)""", re.MULTILINE)
+    changed = pattern.sub(rf"\g<1>{value}", text)
+    return changed if yaml.safe_load(changed) == wanted else yaml.safe_dump(wanted, sort_keys=False), True
 
 
 def _write_text(path: str, text: str) -> None:

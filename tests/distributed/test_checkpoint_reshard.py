@@ -127,3 +127,36 @@ def test_training_goes_on_from_another_size(tmp_path):
         assert abs(value - loss) <= LOSS
     assert "model_parallel_size: 2 in the checkpoint, 1 in the config" in message
     assert "no_load_optim=true" in message and "tools/ckpts/reshard.py" in message
+
+
+def _deepspeed_loads(rank, world_size, folder, pp):
+    """As GPT-NeoX loads weights: by DeepSpeed's own code, unrestricted, strict, module only."""
+    from megatron.checkpointing.reader import CheckpointReader
+    from megatron.checkpointing.weights import layers_of
+    from tests.helpers.engines import build_engine
+
+    settings = settings_of("gqa gated rms", padded_vocab_size=256, model_parallel_size=2, pipe_parallel_size=pp)
+    engine = build_engine(NeoXArgs.from_dict({**settings, "global_num_gpus": 2, "optimizer": FAST}))
+    path, state = engine.load_checkpoint(
+        folder,
+        load_optimizer_states=False,
+        load_lr_scheduler_states=False,
+        load_module_only=True,
+        load_module_strict=True,
+    )
+    reader = CheckpointReader(path if os.path.isdir(path) else os.path.dirname(path))
+    loaded = layers_of(engine.module)
+    assert sorted(loaded) == reader.layer_indices()
+    for index, tensors in loaded.items():
+        saved = reader.layer_state(index, rank)
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in tensors.items())
+    return state["iteration"], state["args"]["padded_vocab_size"], state["args"]["model_parallel_size"]
+
+
+@pytest.mark.parametrize("pp", [0, 1])
+def test_deepspeed_itself_loads_what_the_tool_wrote(saved, pp, tmp_path):
+    from tools.ckpts import reshard
+
+    source, out = os.path.join(saved[0], "gqa gated rms"), str(tmp_path / "out")
+    assert reshard.main([source, out, "--model-parallel-size=2", f"--pipe-parallel-size={pp}"]) == 0
+    assert run_distributed(2, _deepspeed_loads, out, pp, tmp_path=tmp_path) == [(5, 256, 2)] * 2

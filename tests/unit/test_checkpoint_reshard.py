@@ -7,6 +7,7 @@ import torch
 import yaml
 
 from megatron.checkpointing.reader import CheckpointReader
+from megatron.checkpointing.reshard import _with_setting
 from megatron.checkpointing.shards import Shards
 from megatron.checkpointing.stamp import read_stamp
 from megatron.model.gpt2_model import build_model
@@ -177,3 +178,23 @@ def test_config_text_keeps_its_comments(tmp_path):
     assert yaml.safe_load((written / "layout.yml").read_text()) == {"pipe_parallel_size": 0}
     run(tmp_path / "b", tmp_path / "c", 2, 3)
     assert CheckpointReader(str(tmp_path / "c" / "global_step5")).config()["pipe_parallel_size"] == 3
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ('{"a": "#", "pipe_parallel_size": null}', 3),
+        ("pipe-parallel-size: 0 # not pipe-parallel-size: 7\n", 3),
+        ("deepspeed_extra_args: {pipe_parallel_size: 5}\npipe_parallel_size: 1\n", 3),
+        ("'pipe_parallel_size': 1\nhidden_size: 8\n", 3),
+        ("x_pipe_parallel_size: 1\n", None),
+        ("# pipe_parallel_size: 1\n", None),
+    ],
+)
+def test_parallel_sizes_in_any_spelling(text, expected):
+    new, found = _with_setting(text, "pipe_parallel_size", 3)
+    before, after = yaml.safe_load(text) or {}, yaml.safe_load(new) or {}
+    assert found == (expected is not None)
+    assert after.get("pipe_parallel_size", after.get("pipe-parallel-size")) == expected
+    others = [key for key in before if key.replace("-", "_") != "pipe_parallel_size"]
+    assert list(before) == list(after) and all(before[key] == after[key] for key in others)

@@ -71,6 +71,20 @@ def test_a_failure_half_way_leaves_nothing(source, tmp_path, capsys, monkeypatch
     assert "cannot write" in refusal(capsys, source, tmp_path / "out", 2)
 
 
+def test_damaged_files_are_not_passed_on(source, tmp_path, capsys):
+    for form in (0, 1):
+        arguments = [source, str(tmp_path / f"copy{form}"), "--model-parallel-size=2", f"--pipe-parallel-size={form}"]
+        assert reshard.main(arguments) == 0
+        reader = CheckpointReader(str(tmp_path / f"copy{form}" / "global_step5"))
+        needle = reader.layer_state(3, 1)["mlp.linear2.weight"].numpy().tobytes()[:16]
+        del reader
+        name = "layer_03-model_01-model_states.pt" if form else "mp_rank_01_model_states.pt"
+        path = tmp_path / f"copy{form}" / "global_step5" / name
+        path.write_bytes(path.read_bytes().replace(needle, bytes(16)))
+        message = refusal(capsys, tmp_path / f"copy{form}", tmp_path / "out", 1)
+        assert name in message and "does not have its checksum" in message
+
+
 def _two_ranks(source, folder, change):
     """The source at TP 2, with `change` made to rank 1's first layer."""
     assert reshard.main([source, str(folder), "--model-parallel-size=2", "--pipe-parallel-size=1"]) == 0

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, Mapping, Optional, Sequence
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported: no GPU is needed or used
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a tokenizer that is not on this machine is not waited for
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from megatron.checkpointing.model_settings import checkpoint_folder, config_paths, inference_args  # noqa: E402
