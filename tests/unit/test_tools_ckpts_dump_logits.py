@@ -22,7 +22,7 @@ LOGITS = 2e-5
 SIZES = dict(num_layers=2, seq_length=24, max_position_embeddings=24)
 LLAMA = dict(
     norm="rmsnorm",
-    rms_norm_epsilon=1e-6,
+    rms_norm_epsilon=1e-2,
     pos_emb="rotary",
     activation="swiglu",
     no_weight_tying=True,
@@ -32,7 +32,7 @@ PYTHIA = dict(pos_emb="rotary", rotary_pct=0.25, gpt_j_residual=True, no_weight_
 PLAIN_64 = dict(hidden_size=64, num_attention_heads=4)
 
 MODELS = {
-    "learned positions, tied": PLAIN_64,
+    "learned positions, tied": dict(PLAIN_64, layernorm_epsilon=1e-2),
     "sinusoidal": dict(PLAIN_64, pos_emb="sinusoidal", no_weight_tying=True),
     "alibi, 6 heads": dict(hidden_size=48, num_attention_heads=6, pos_emb="alibi", no_weight_tying=True),
     "rpe": dict(PLAIN_64, pos_emb="rpe", rpe_num_buckets=8, rpe_max_distance=16, no_weight_tying=True),
@@ -44,7 +44,7 @@ MODELS = {
     "gqa, rms q/k norm, head_dim": dict(
         hidden_size=64, num_attention_heads=4, num_kv_heads=2, head_dim=24, use_qk_layernorm=True, **LLAMA
     ),
-    "qk_layernorm over the heads of a rank": dict(PLAIN_64, **PYTHIA, use_qk_layernorm=True),
+    "qk_layernorm over the heads of a rank": dict(PLAIN_64, **PYTHIA, use_qk_layernorm=True, layernorm_epsilon=1e-2),
     "qk_layernorm, gqa": dict(
         hidden_size=64, num_attention_heads=8, num_kv_heads=2, use_qk_layernorm=True, pos_emb="rotary", rotary_pct=0.5
     ),

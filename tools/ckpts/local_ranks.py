@@ -2,10 +2,14 @@
 
 import multiprocessing
 import os
+import signal
+import sys
 import tempfile
+import threading
 import traceback
+from contextlib import contextmanager
 from multiprocessing.connection import wait
-from typing import Any, Callable, List
+from typing import Any, Callable, Iterator, List
 
 from megatron.errors import NeoXError
 
@@ -19,7 +23,7 @@ def run_on_ranks(world_size: int, function: Callable, *arguments: Any) -> Any:
     One rank is this process itself, without any process group of its own. `function` must be importable, arguments
     and result picklable. The ranks meet through a file: no address, no port.
 
-    Raises the first error that a rank met; the other ranks are ended then.
+    Raises the first error that a rank met, NeoXError if one was killed; the other ranks are ended then.
     """
     if world_size == 1:
         _describe_process(0, 1)
@@ -29,18 +33,33 @@ def run_on_ranks(world_size: int, function: Callable, *arguments: Any) -> Any:
         results = context.SimpleQueue()
         common = (world_size, os.path.join(folder, "store"), results, function, arguments)
         ranks = [context.Process(target=_rank_main, args=(rank, *common), daemon=True) for rank in range(world_size)]
-        try:
-            for process in ranks:
-                process.start()
-            return _first_result(ranks, results)
-        finally:
-            _end(ranks)
+        with _sigterm_as_exit():
+            try:
+                for process in ranks:
+                    process.start()
+                return _first_result(ranks, results)
+            finally:
+                _end(ranks)
+
+
+@contextmanager
+def _sigterm_as_exit() -> Iterator[None]:
+    """A tool that is told to end ends its ranks too, and removes what it had begun to write."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _first_result(ranks: List[multiprocessing.Process], results: Any) -> Any:
     """Rank 0's result, when all ranks have ended well."""
     result = None
     running = {process.sentinel: process for process in ranks}
+    number_of = {process.sentinel: number for number, process in enumerate(ranks)}
     while running or not results.empty():
         wait([*running, results._reader])
         while not results.empty():
@@ -51,7 +70,10 @@ def _first_result(ranks: List[multiprocessing.Process], results: Any) -> Any:
         for sentinel in [each for each in running if running[each].exitcode is not None]:
             process = running.pop(sentinel)
             if process.exitcode and results.empty():
-                raise RuntimeError(f"{process.name} ended with exit code {process.exitcode} and no message")
+                raise NeoXError(
+                    f"rank {number_of[sentinel]} was ended from outside (exit code {process.exitcode}); is the memory "
+                    f"enough for {len(ranks)} processes?"
+                )
     return result
 
 
