@@ -152,6 +152,20 @@ def test_eight_steps(ranks, layouts, data, tmp_path):
     assert not found, "\n".join(found)
 
 
+def test_a_batch_over_two_ranks_is_the_batch_of_one(data, tmp_path):
+    """Each rank with the golden micro batch of 4, as GPT-NeoX runs DP 2: twice the rows per step, 64 samples in all."""
+    whole = dict(pipe_parallel_size=1, train_batch_size=8)
+    one = dict(whole, train_micro_batch_size_per_gpu=8)
+    two = dict(whole, train_micro_batch_size_per_gpu=4, **ZERO_1)
+    ((alone, (_, tokens)),) = run_distributed(1, train_as_gpt_neox, data, [one], tmp_path=tmp_path)[0]
+    ranks = [results[0] for results in run_distributed(2, train_as_gpt_neox, data, [two], tmp_path=tmp_path)]
+    assert np.array_equal(tokens, np.concatenate([read for _, (_, read) in ranks], axis=1))
+    for together, _ in ranks:
+        assert [lr for _, lr in together] == [lr for _, lr in alone]
+        assert np.abs(np.subtract([loss for loss, _ in together], [loss for loss, _ in alone])).max() <= LOSS
+    assert list(Path(data).glob("*_train_indexmap_64ns_*"))
+
+
 def test_the_golden_run_can_tell_a_difference():
     """The losses move by far more than the tolerance from step to step, so a wrong batch or rate is seen."""
     losses = [entry["lm_loss"] for entry in GOLDEN]
