@@ -132,8 +132,8 @@ def _seq_length(settings: Mapping[str, Any], length: int) -> Optional[int]:
         return configured  # NeoXArgs says what is missing or wrong
     if length > max(configured, limit):
         raise ConfigError(
-            f"max_position_embeddings={limit}: rows of {length} tokens are longer than the model's positions; "
-            "shorten them"
+            f"max_position_embeddings={limit}: rows of {length} tokens are longer than the model's positions; shorten "
+            "them (if their last token is only there to be predicted, say so: labels-from-tokens)"
         )
     return max(configured, length)
 

@@ -1,5 +1,6 @@
 """inspect_checkpoints: what it shows of a checkpoint, and that it finds every difference between two."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,14 @@ CONFIG = dict(
     mlp_multiple_of=8,
     no_weight_tying=True,
 )
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """What the tool sets for its own process is put back."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "unset")
+        monkeypatch.delenv(name)
 
 
 def saved(folder, changes=None, config=None, **form):
@@ -144,7 +153,8 @@ def test_command_line(tmp_path):
 
     def run(*arguments):
         command = [sys.executable, "tools/ckpts/inspect_checkpoints.py", *arguments]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        environment = {**os.environ, "RANK": "1", "WORLD_SIZE": "4"}  # as inside another job
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
 
     done = run(first, second)
     assert (done.returncode, done.stderr) == (0, "")

@@ -8,6 +8,7 @@ The checkpoint may be of any GPT-NeoX form and parallel layout, the machine need
 import argparse
 import os
 import sys
+import threading
 from contextlib import redirect_stdout
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
@@ -23,7 +24,7 @@ from megatron.checkpointing.model_settings import checkpoint_folder, inference_a
 from megatron.checkpointing.reader import CheckpointReader  # noqa: E402
 from megatron.entry import run_main  # noqa: E402
 from megatron.errors import ConfigError, DataError  # noqa: E402
-from tools.ckpts.local_ranks import run_on_ranks  # noqa: E402
+from tools.ckpts.local_ranks import describe_process, run_on_ranks  # noqa: E402
 
 
 def dump_logits(
@@ -105,6 +106,7 @@ def _write(model, tokens: np.ndarray, job: Dict[str, Any], vocabulary: int) -> O
     total = 0.0
     try:
         written = np.lib.format.open_memmap(temporary, "w+", np.float32, (rows, length, vocabulary))
+        tqdm.set_lock(threading.RLock())  # its own would be a semaphore, which a rank that ends at once leaves behind
         with tqdm(total=rows, unit=" rows", desc="logits", file=sys.stderr) as bar:
             start = 0
             for inputs, labels in _batches(tokens, job):
@@ -195,6 +197,7 @@ def main(input_args: Optional[List[str]] = None) -> None:
         if given[name] is not None and given[name] < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {given[name]} must be at least 1")
     given["configs"] = given.pop("config")
+    describe_process(0, 1)  # this is not a rank of the job in which it may have been started
     loss = dump_logits(**{**given, "tokens": load_tokens(given["tokens"])})
     if loss is not None:
         print(f"loss {loss:.9g}", flush=True)

@@ -20,6 +20,7 @@ from megatron.checkpointing.reader import CheckpointReader  # noqa: E402
 from megatron.checkpointing.safe_load import load_file  # noqa: E402
 from megatron.entry import run_main  # noqa: E402
 from megatron.errors import CheckpointError  # noqa: E402
+from tools.ckpts.local_ranks import describe_process  # noqa: E402
 
 
 def show(path: str) -> None:
@@ -111,6 +112,7 @@ def main(input_args: Optional[List[str]] = None) -> None:
     parser.add_argument("-c", "--compare", action="store_true", help="two checkpoints are given (they always compare)")
     parser.add_argument("-d", "--diff", action="store_true", help="print only what differs")
     given = parser.parse_args(input_args)
+    describe_process(0, 1)  # this is not a rank of the job in which it may have been started
     paths = [given.dir, given.dir2] if given.dir2 else [given.dir]
     if len(paths) == 1 and "," in given.dir and not os.path.exists(given.dir):
         paths = given.dir.split(",", 1)

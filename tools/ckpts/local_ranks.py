@@ -26,7 +26,7 @@ def run_on_ranks(world_size: int, function: Callable, *arguments: Any) -> Any:
     Raises the first error that a rank met, NeoXError if one was killed; the other ranks are ended then.
     """
     if world_size == 1:
-        _describe_process(0, 1)
+        describe_process(0, 1)
         return function(*arguments)
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
@@ -89,7 +89,7 @@ def _end(ranks: List[multiprocessing.Process]) -> None:
 
 
 def _rank_main(rank: int, world_size: int, store: str, results: Any, function: Callable, arguments: tuple) -> None:
-    _describe_process(rank, world_size)
+    describe_process(rank, world_size)
     import torch
     import torch.distributed as dist
 
@@ -110,6 +110,6 @@ def _rank_main(rank: int, world_size: int, store: str, results: Any, function: C
     os._exit(code)  # gloo's threads must not hold up the end
 
 
-def _describe_process(rank: int, world_size: int) -> None:
-    """Whatever launcher started the tool, its own processes are these."""
+def describe_process(rank: int, world_size: int) -> None:
+    """Set the variables by which launchers tell a process its place, whichever launcher started the tool."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
