@@ -101,6 +101,7 @@ def test_each_rank_has_its_heads_and_branches(variant, tmp_path):
         copies = [rank["attention.dense.bias"] for rank in ranks]
         acting = sum(copies) if args.gpt_j_residual else copies[3]
         assert torch.equal(acting, whole["attention.dense.bias"])
+        assert not args.gpt_j_residual or not any(copy.any() for copy in copies[1:]), "no rounding: all on rank 0"
     if variant == "gqa rpe":
         assert torch.equal(ranks[2]["attention.rpe.weight"], whole["attention.rpe.weight"][:, 6:9])
     if variant == "mha alibi scalenorm":
