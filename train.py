@@ -4,8 +4,6 @@ from megatron.entry import run_main
 
 
 def main():
-    import torch.distributed
-
     from megatron.neox_arguments import NeoXArgs
     from megatron.training import pretrain
 
@@ -13,7 +11,6 @@ def main():
     neox_args.configure_distributed_args()
     neox_args.build_tokenizer()
     pretrain(neox_args)
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

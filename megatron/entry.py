@@ -23,6 +23,7 @@ def run_main(main: Callable[[], Any]) -> None:
     """
     try:
         main()
+        _close_process_groups()
     except NeoXError as error:
         _fail(error)
     except ModuleNotFoundError as error:
@@ -34,6 +35,13 @@ def run_main(main: Callable[[], Any]) -> None:
         )
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+
+
+def _close_process_groups() -> None:
+    """A process that ends with its groups open can be aborted by their threads, after all its work was done."""
+    distributed = sys.modules.get("torch.distributed")  # not imported here: torch takes seconds
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def _fail(error: Any) -> None:

@@ -74,3 +74,18 @@ megatron.entry.run_main(main)
 """
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert finished.returncode == 1 and finished.stderr.startswith(shown)
+
+
+def test_process_groups_are_closed_at_the_end():
+    code = """
+import torch.distributed as dist
+import megatron.entry
+
+def main():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+megatron.entry.run_main(main)
+print("open" if dist.is_initialized() else "closed")
+"""
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (finished.returncode, finished.stdout) == (0, "closed\n"), finished.stderr

@@ -221,14 +221,17 @@ def test_help_is_fast_and_imports_nothing_heavy():
 
 
 SCRIPT = f"""
-import signal, sys, time
+import os, signal, sys, time
 sys.path.insert(0, {ROOT!r})
 from megatron.entry import run_main
 from megatron.neox_arguments import NeoXArgs
 
+def say(line):
+    os.write(1, (line + "\\n").encode())  # in one piece: print writes its parts one by one, and two ranks would mix
+
 def save(*_):
     time.sleep(0.2)
-    print("saved", flush=True)
+    say("saved")
     sys.exit(0)
 
 def main():
@@ -237,7 +240,7 @@ def main():
     if args.user_script.endswith("exit.py") and args.rank == 1:
         sys.exit(7)
     signal.signal(signal.SIGTERM, save)
-    print("rank", args.rank, "of", args.world_size, "head_dim", args.head_dim, flush=True)
+    say(f"rank {{args.rank}} of {{args.world_size}} head_dim {{args.head_dim}}")
     time.sleep(280)
 
 run_main(main)

@@ -21,6 +21,7 @@ total = torch.ones(1)
 dist.all_reduce(total, group=mpu.get_model_parallel_group())
 print_rank_0("first rank speaks")
 print(neox_args.rank, neox_args.world_size, neox_args.local_rank, dist.get_backend(), current_device(), int(total))
+dist.destroy_process_group()
 """
 
 
