@@ -1,6 +1,7 @@
 """python -m tools.demo: train a small Qwen3-shaped model on Python's own sources, resume it, generate from it."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = Path("runs/qwen3-tiny-cpu")
+ON_THE_CPU = {**os.environ, "DS_ACCELERATOR": "cpu"}
+"""The demo is the same everywhere: GPUs are left alone, where there are any."""
 CONFIGS = "configs/demo"
 MODEL = [f"{CONFIGS}/qwen3-tiny-cpu.yml", f"{CONFIGS}/single.yml"]
 
@@ -25,7 +28,7 @@ def main():
     set_aside(ROOT / RUN)
     for number, (title, command) in enumerate(STEPS, 1):
         print(f"\n=== {number}/{len(STEPS)} {title}\n    python {' '.join(command)}", flush=True)
-        finished = subprocess.run([sys.executable, *command], cwd=ROOT)
+        finished = subprocess.run([sys.executable, *command], cwd=ROOT, env=ON_THE_CPU)
         if finished.returncode:
             print(f"error: step {number} ({title}) stopped with exit code {finished.returncode}", file=sys.stderr)
             return finished.returncode
