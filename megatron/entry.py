@@ -33,6 +33,9 @@ def run_main(main: Callable[[], Any]) -> None:
             f"the package {error.name} is not installed for {sys.executable}; use .venv/bin/python, which `make setup` "
             "makes, or install requirements/requirements.txt"
         )
+    except BrokenPipeError:  # whoever reads the output, such as `head`, has enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the last flush fails once more
+        sys.exit(128 + signal.SIGPIPE)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 

@@ -89,3 +89,18 @@ print("open" if dist.is_initialized() else "closed")
 """
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (finished.returncode, finished.stdout) == (0, "closed\n"), finished.stderr
+
+
+def test_output_that_nobody_reads_any_more_ends_the_program_quietly():
+    code = """
+import megatron.entry
+
+megatron.entry.run_main(lambda: [print("a line") for _ in range(100_000)])
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=60) == 128 + signal.SIGPIPE
+    assert process.stderr.read() == ""
