@@ -13,13 +13,22 @@ from typing import Callable, Dict, List, NamedTuple, Tuple
 import numpy as np
 import torch
 
-from tests.golden import cases, test_data_golden, test_dump_logits_golden, test_generation_golden, test_training_golden
+from tests.golden import (
+    cases,
+    test_data_golden,
+    test_dump_logits_golden,
+    test_generation_golden,
+    test_kinds_golden,
+    test_training_golden,
+)
 from tests.golden.test_model_golden import RELATIVE_GRADIENT_NORM, run
 from tests.helpers.distributed import run_distributed
-from tests.helpers.tolerances import FORWARD, LOSS
+from tests.helpers.tolerances import FORWARD, LOSS, TRAJECTORY
 
 PATH = Path(__file__).resolve().parents[1] / "docs" / "golden.md"
 LOGITS = FORWARD[torch.float32]
+KINDS = f"{len(test_kinds_golden.RESULTS['cases'])} kinds of models"
+"""Every activation, norm, position embedding, residual form, head grouping and qk norm."""
 TRAINING = "case6_train_llama_gqa"
 TRAINING_LAYOUTS = {
     "TP 1": (1, dict(pipe_parallel_size=1)),
@@ -65,6 +74,8 @@ def planned() -> List[Row]:
             rows += [Row(case, f"files of TP {a} at TP {3 - a}", "logits", LOGITS) for a in (1, 2)]
         if case in test_generation_golden.CASES:
             rows.append(Row(case, "TP 1, PP 0", "generated tokens that differ", 0))
+    rows += [Row(KINDS, "TP 1, PP 0 or 1", "logits", LOGITS), Row(KINDS, "TP 1, PP 0 or 1", "first loss", LOSS)]
+    rows.append(Row(KINDS, "TP 1, PP 0 or 1", "losses of 3 steps", TRAJECTORY))
     for layout in TRAINING_LAYOUTS:
         rows.append(Row(TRAINING, layout, "tokens of 8 batches that differ", 0))
         rows.append(Row(TRAINING, layout, "losses of 8 steps", LOSS))
@@ -74,7 +85,7 @@ def planned() -> List[Row]:
 def measured(folder: Path) -> List[Row]:
     """The planned lines with their differences; takes about a minute."""
     found: Dict[Tuple[str, str, str], float] = {}
-    for measure in (_models, _other_layouts, _generation, _training, _index_maps):
+    for measure in (_models, _other_layouts, _generation, _kinds, _training, _index_maps):
         place = folder / measure.__name__
         place.mkdir()
         found.update(measure(place))
@@ -126,6 +137,17 @@ def _generation(folder: Path) -> Dict[tuple, float]:
         ways = [np.not_equal(tokens, golden).sum() for tokens in texts[case]]
         found[case, "TP 1, PP 0", "generated tokens that differ"] = max(ways)
     return found
+
+
+def _kinds(folder: Path) -> Dict[tuple, float]:
+    (results,) = run_distributed(1, test_kinds_golden.all_results, tmp_path=folder)
+    apart = [test_kinds_golden.differences(name, result) for name, result in results.items()]
+    layout = "TP 1, PP 0 or 1"
+    return {
+        (KINDS, layout, "logits"): max(logits for logits, _ in apart),
+        (KINDS, layout, "first loss"): max(losses[0] for _, losses in apart),
+        (KINDS, layout, "losses of 3 steps"): max(losses.max() for _, losses in apart),
+    }
 
 
 def _training(folder: Path) -> Dict[tuple, float]:

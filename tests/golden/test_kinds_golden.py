@@ -56,21 +56,26 @@ def results_of(settings):
     return [logits[place][:COLUMNS].tolist() for place in PLACES], losses
 
 
-def _all(rank, world_size):
-    """Every second case in the form of a pipeline, whose numbers are the same."""
+def all_results(rank, world_size):
+    """{name: results_of}; every second case in the form of a pipeline, whose numbers are the same."""
     return {
         name: results_of({**RESULTS["settings"], **case["settings"], "pipe_parallel_size": number % 2})
         for number, (name, case) in enumerate(RESULTS["cases"].items())
     }
 
 
+def differences(name, result):
+    """Of a case's results_of from GPT-NeoX's: the largest of the logits, and that of each step's loss."""
+    case, (logits, losses) = RESULTS["cases"][name], result
+    apart = np.abs(np.array(logits) - np.array(case["logits"])).max()
+    return apart, np.abs(np.array(losses) - np.array(case["losses"]))
+
+
 def test_every_kind_of_model_computes_and_trains_as_gpt_neox(tmp_path):
-    (found,) = run_distributed(1, _all, tmp_path=tmp_path)
+    (found,) = run_distributed(1, all_results, tmp_path=tmp_path)
     wrong = []
-    for name, (logits, losses) in found.items():
-        case = RESULTS["cases"][name]
-        apart = np.abs(np.array(logits) - np.array(case["logits"])).max()
-        losses_apart = np.abs(np.array(losses) - np.array(case["losses"]))
+    for name, result in found.items():
+        apart, losses_apart = differences(name, result)
         if not (apart <= FORWARD[torch.float32] and losses_apart[0] <= LOSS and losses_apart.max() <= TRAJECTORY):
             wrong.append(f"{name}: logits {apart:.1e}, losses {losses_apart.max():.1e}")
     assert not wrong, "\n".join(wrong)
