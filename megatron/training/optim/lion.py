@@ -2,8 +2,10 @@
 
 import torch
 
+from megatron.training.optim.base import PerParameterOptimizer
 
-class Lion(torch.optim.Optimizer):
+
+class Lion(PerParameterOptimizer):
     """The sign of an interpolated momentum, with decoupled weight decay; one state tensor per parameter.
 
     update = sign(b1 m + (1 - b1) g);  w -= lr (update + weight_decay w);  m = b2 m + (1 - b2) g
@@ -12,25 +14,14 @@ class Lion(torch.optim.Optimizer):
     def __init__(self, params, lr: float = 1e-4, betas=(0.9, 0.99), weight_decay: float = 0.0):
         super().__init__(params, dict(lr=lr, betas=tuple(betas), weight_decay=weight_decay))
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        """Update every parameter that has a gradient; returns the closure's loss, if one is given."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                gradient = parameter.grad
-                state = self.state[parameter]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                momentum = state["exp_avg"]
-                update = torch.lerp(gradient, momentum, beta1).sign_()
-                parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
-                parameter.add_(update, alpha=-group["lr"])
-                momentum.lerp_(gradient, 1.0 - beta2)
-        return loss
+    def _update(self, parameter: torch.Tensor, group: dict) -> None:
+        beta1, beta2 = group["betas"]
+        gradient = parameter.grad
+        state = self.state[parameter]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        momentum = state["exp_avg"]
+        update = torch.lerp(gradient, momentum, beta1).sign_()
+        parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
+        parameter.add_(update, alpha=-group["lr"])
+        momentum.lerp_(gradient, 1.0 - beta2)

@@ -2,8 +2,10 @@
 
 import torch
 
+from megatron.training.optim.base import PerParameterOptimizer
 
-class MadgradWD(torch.optim.Optimizer):
+
+class MadgradWD(PerParameterOptimizer):
     """Dual averaging with a cube-root denominator; weight decay multiplies the weights, as in AdamW.
 
     With k steps taken, a = lr sqrt(k + 1):
@@ -13,19 +15,6 @@ class MadgradWD(torch.optim.Optimizer):
 
     def __init__(self, params, lr: float = 1e-2, momentum: float = 0.9, weight_decay: float = 0.0, eps: float = 1e-6):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, eps=eps))
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        """Update every parameter that has a gradient; returns the closure's loss, if one is given."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-        return loss
 
     def _update(self, parameter: torch.Tensor, group: dict) -> None:
         state = self.state[parameter]

@@ -2,8 +2,10 @@
 
 import torch
 
+from megatron.training.optim.base import PerParameterOptimizer
 
-class SM3(torch.optim.Optimizer):
+
+class SM3(PerParameterOptimizer):
     """For a tensor of shape (n1, n2, ...) the accumulators have n1 + n2 + ... numbers instead of n1 n2 ....
 
     nu = min over axes of the axis accumulators + g^2;  w -= lr g / sqrt(nu + eps);  accumulator of an axis = max of
@@ -14,19 +16,6 @@ class SM3(torch.optim.Optimizer):
 
     def __init__(self, params, lr: float = 0.1, momentum: float = 0.0, beta: float = 0.0, eps: float = 1e-30):
         super().__init__(params, dict(lr=lr, momentum=momentum, beta=beta, eps=eps))
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        """Update every parameter that has a gradient; returns the closure's loss, if one is given."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-        return loss
 
     def _update(self, parameter: torch.Tensor, group: dict) -> None:
         gradient, beta, momentum = parameter.grad, group["beta"], group["momentum"]
