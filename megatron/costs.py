@@ -99,11 +99,13 @@ def _layer_matrices(neox_args, number: int) -> int:
 def _layer_parameters(neox_args, number: int) -> int:
     geometry, mlp = neox_args.head_geometry(number), neox_args.mlp_geometry(number)
     total = _layer_matrices(neox_args, number) + 2 * _norm_parameters(neox_args, geometry.hidden_size)
+    if neox_args.qkv_has_bias:
+        total += geometry.qkv_hidden_size
     if neox_args.use_bias_in_attn_linear:
-        total += geometry.qkv_hidden_size + geometry.hidden_size
+        total += geometry.hidden_size
     if neox_args.use_bias_in_mlp:
         total += mlp.linear1_width + mlp.hidden_size
-    if neox_args.use_qk_layernorm:
+    if neox_args.layer_attention(number).qk_norm == "joint":
         total += _norm_parameters(neox_args, geometry.query_hidden_size)
     return total
 

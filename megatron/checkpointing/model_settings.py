@@ -13,6 +13,7 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.fields import defaults
 from megatron.neox_arguments.loading import load_files, nearest
+from megatron.neox_arguments.support import BUILT_ATTENTION_KINDS
 
 FUNCTION_SETTINGS = frozenset(
     """
@@ -21,7 +22,9 @@ FUNCTION_SETTINGS = frozenset(
     layernorm_epsilon rms_norm_epsilon scalenorm_epsilon pos_emb rpe_num_buckets rpe_max_distance opt_pos_emb_offset
     rotary_pct rotary_emb_base rotary_save_freqs_buffer no_weight_tying attention_config activation bias_gelu_fusion
     apply_query_key_layer_scaling attention_softmax_in_fp32 gpt_j_residual gpt_j_tied use_bias_in_attn_linear
-    use_bias_in_mlp output_layer_parallelism make_vocab_size_divisible_by tokenizer_type
+    use_bias_in_mlp qk_norm_type layer_types rope_scaling attn_logit_softcap final_logit_softcap zero_centered_gamma
+    norm_placement embedding_multiplier add_qkv_bias output_layer_parallelism make_vocab_size_divisible_by
+    tokenizer_type
     """.split()
 )
 """What the weights compute. The last two only name the vocabulary, which a checkpoint records."""
@@ -64,7 +67,7 @@ def config_paths(folder: str) -> List[str]:
 def function_settings(values: Mapping[str, Any]) -> Dict[str, Any]:
     """The settings among `values` that decide what the weights compute.
 
-    Which attention kernel is used does not: "flash" becomes "global". Raises ConfigError for names that no setting
+    Which attention kernel is used does not: they all become "global". Raises ConfigError for names that no setting
     has, because one of them could be a setting of the model, misspelled.
     """
     known = defaults()
@@ -147,4 +150,4 @@ def _unknown(name: str, known: Mapping[str, Any]) -> str:
 def _without_kernels(attention: Any) -> Any:
     if isinstance(attention, (list, tuple)):
         return [_without_kernels(item) for item in attention]
-    return "global" if isinstance(attention, str) and attention.lower() == "flash" else attention
+    return "global" if isinstance(attention, str) and attention.lower() in BUILT_ATTENTION_KINDS else attention

@@ -4,8 +4,8 @@ from typing import Callable, Optional, Tuple
 
 import torch
 
-from megatron import mpu
 from megatron.model.activations import get_activation
+from megatron.model.linear import column_parallel, row_parallel
 
 
 class ParallelMLP(torch.nn.Module):
@@ -30,7 +30,7 @@ class ParallelMLP(torch.nn.Module):
         self.activation_func, gated = get_activation(neox_args)
         if gated != geometry.gated:
             raise ValueError(f"activation={neox_args.activation!r} and {geometry} disagree on gating")
-        self.linear1 = mpu.ColumnParallelLinear(
+        self.linear1 = column_parallel(neox_args)(
             neox_args,
             geometry.hidden_size,
             geometry.linear1_width,
@@ -39,7 +39,7 @@ class ParallelMLP(torch.nn.Module):
             row_groups=[geometry.ffn_hidden_size] * (2 if gated else 1),
             sequence_parallel=neox_args.sequence_parallel,
         )
-        self.linear2 = mpu.RowParallelLinear(
+        self.linear2 = row_parallel(neox_args)(
             neox_args,
             geometry.ffn_hidden_size,
             geometry.hidden_size,

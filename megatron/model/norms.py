@@ -105,4 +105,8 @@ def get_norm(neox_args) -> Tuple[type, float]:
         return NonParametricLayernorm, neox_args.layernorm_epsilon
     if neox_args.norm == "scalenorm":
         return ScaleNorm, neox_args.scalenorm_epsilon
+    if neox_args.norm in ("te_rmsnorm", "te_layernorm"):
+        from megatron.model.transformer_engine import te_norm
+
+        return te_norm(neox_args)
     raise ValueError(f"norm={neox_args.norm!r} should have been refused with the config")

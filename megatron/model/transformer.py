@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron import mpu
-from megatron.model.attention import LayerKVCache, ParallelSelfAttention
+from megatron.model.attention import LayerKVCache
 from megatron.model.init_functions import get_init_methods
-from megatron.model.mlp import ParallelMLP
+from megatron.model.linear import column_parallel
 from megatron.model.norms import get_norm
+from megatron.model.parts import attention_class, mlp_class
 from megatron.model.positional_embeddings import ParallelRelativePositionBias
 
 
@@ -50,11 +51,12 @@ class ParallelTransformerLayer(nn.Module):
 
         norm, eps = get_norm(neox_args)
         self.input_layernorm = norm(neox_args.hidden_size, eps, self.sequence_parallel)
-        self.attention = ParallelSelfAttention(
+        self.attention = attention_class(neox_args)(
             neox_args, layer_number, init_method, output_layer_init_method, rpe, parallel_output=self.gpt_j_residual
         )
-        self.post_attention_layernorm = norm(neox_args.hidden_size, eps, self.sequence_parallel)
-        self.mlp = ParallelMLP(
+        if not neox_args.te_layernorm_mlp:  # that MLP has its norm inside
+            self.post_attention_layernorm = norm(neox_args.hidden_size, eps, self.sequence_parallel)
+        self.mlp = mlp_class(neox_args)(
             neox_args,
             init_method,
             output_layer_init_method,
@@ -70,11 +72,14 @@ class ParallelTransformerLayer(nn.Module):
 
     def _normal_residual(self, x: torch.Tensor, kv_cache: Optional[LayerKVCache]) -> torch.Tensor:
         x = x + self._bias_dropout(*self.attention(self.input_layernorm(x), kv_cache))
-        return x + self._bias_dropout(*self.mlp(self.post_attention_layernorm(x)))
+        return x + self._bias_dropout(*self.mlp(self._mlp_norm(x)))
+
+    def _mlp_norm(self, x: torch.Tensor) -> torch.Tensor:
+        return self.post_attention_layernorm(x) if hasattr(self, "post_attention_layernorm") else x
 
     def _parallel_residual(self, x: torch.Tensor, kv_cache: Optional[LayerKVCache]) -> torch.Tensor:
         attention_input = self.input_layernorm(x)
-        mlp_input = attention_input if self.gpt_j_tied else self.post_attention_layernorm(x)
+        mlp_input = attention_input if self.gpt_j_tied else self._mlp_norm(x)
         branches = self._bias_dropout(*self.attention(attention_input, kv_cache))
         branches = branches + self._bias_dropout(*self.mlp(mlp_input))
         return x + self._reduce(branches)
@@ -118,7 +123,7 @@ class ParallelLinearPipe(nn.Module):
 
     def __init__(self, neox_args, init_method=None, parallel_output: bool = True):
         super().__init__()
-        self.final_linear = mpu.ColumnParallelLinear(
+        self.final_linear = column_parallel(neox_args)(
             neox_args,
             neox_args.hidden_size,
             neox_args.padded_vocab_size,

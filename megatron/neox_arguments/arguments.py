@@ -11,6 +11,7 @@ from megatron.neox_arguments import command_line, environment, widths
 from megatron.neox_arguments.deepspeed_config import deepspeed_config
 from megatron.neox_arguments.fields import GROUPS, defaults
 from megatron.neox_arguments.inference import INFERENCE_OVERRIDES
+from megatron.neox_arguments.layer_attention import LayerAttention, layer_attention
 from megatron.neox_arguments.loading import load_files
 from megatron.neox_arguments.resolve import resolve
 
@@ -127,8 +128,17 @@ class NeoXArgs(*GROUPS):
 
     def attention_scale(self, layer_number: int = 0) -> float:
         """What query-key products are multiplied by: softmax_scale, or 1/sqrt(head_dim)."""
-        geometry = self.head_geometry(layer_number)
-        return geometry.default_softmax_scale if self.softmax_scale is None else self.softmax_scale
+        return self.layer_attention(layer_number).softmax_scale
+
+    def layer_attention(self, layer_number: int = 0) -> LayerAttention:
+        """What attention computes in a layer (0-based): scale, window, soft cap, rotary positions, qk norm."""
+        self._check_layer(layer_number)
+        return layer_attention(self, layer_number)
+
+    @property
+    def qkv_has_bias(self) -> bool:
+        """The QKV projection has a bias. The output projection has one if use_bias_in_attn_linear."""
+        return self.use_bias_in_attn_linear or self.add_qkv_bias
 
     def _check_layer(self, layer_number: int) -> None:
         if not 0 <= layer_number < self.num_layers:

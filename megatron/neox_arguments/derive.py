@@ -65,13 +65,13 @@ def precision_section(settings: Any, name: str) -> Optional[dict]:
 def expand_attention_config(config: Optional[list], num_layers: Optional[int]) -> List[Any]:
     """One attention kind per layer.
 
-    None is "global" everywhere. A list of strings is taken as it is. Otherwise each item is [pattern, count], the
+    None is "auto" everywhere. A list of strings is taken as it is. Otherwise each item is [pattern, count], the
     pattern repeated count times; the count "all" repeats it as often as it fits into the whole model.
     Items of another shape are returned unchanged, for validate.py to report.
     """
     layers = min(max(num_layers or 0, 0), MAX_LAYERS)
     if config is None:
-        return ["global"] * layers
+        return ["auto"] * layers
     kinds: List[Any] = []
     for item in config:
         if not _is_pattern(item):
@@ -81,6 +81,22 @@ def expand_attention_config(config: Optional[list], num_layers: Optional[int]) -
         repeats = layers // len(pattern) if count == "all" else min(count, MAX_LAYERS)
         kinds.extend([str(kind).lower() for kind in pattern] * repeats)
     return kinds
+
+
+def expand_layer_types(config: Optional[list], num_layers: Optional[int], has_window: bool) -> List[Any]:
+    """One layer type per layer, by the rules of `expand_attention_config`.
+
+    None is one type for all, with or without the window. Unlike there, "all" may be cut off at the last layer: real
+    models repeat a pattern whose length does not divide their depth.
+    """
+    layers = min(max(num_layers or 0, 0), MAX_LAYERS)
+    if config is None:
+        return ["sliding_attention" if has_window else "full_attention"] * layers
+    types = expand_attention_config(config, num_layers)
+    if len(config) == 1 and _is_pattern(config[0]) and config[0][1] == "all":
+        pattern = [str(layer_type).lower() for layer_type in config[0][0]]
+        types += pattern[: layers % len(pattern)]
+    return types
 
 
 def _is_pattern(item: Any) -> bool:
@@ -175,7 +191,11 @@ def _optimizer(settings: Any) -> Dict[str, Any]:
 
 
 def _attention(settings: Any) -> Dict[str, Any]:
-    return {"attention_config": expand_attention_config(settings.attention_config, settings.num_layers)}
+    has_window = settings.sliding_window_width is not None
+    return {
+        "attention_config": expand_attention_config(settings.attention_config, settings.num_layers),
+        "layer_types": expand_layer_types(settings.layer_types, settings.num_layers, has_window),
+    }
 
 
 def _data(settings: Any) -> Dict[str, Any]:

@@ -8,11 +8,11 @@ from typing import Any, Dict, Iterable, List, Mapping, Tuple
 
 from megatron.neox_arguments.fields import defaults
 
+BUILT_ATTENTION_KINDS = ("global", "flash", "chunked", "auto")
 ATTENTION_KINDS = (
-    *("global", "flash", "local", "sparse_fixed", "sparse_variable", "bigbird", "bslongformer"),
-    *("gmlp", "amlp", "rwkv", "mamba"),
+    *BUILT_ATTENTION_KINDS,
+    *("local", "sparse_fixed", "sparse_variable", "bigbird", "bslongformer", "gmlp", "amlp", "rwkv", "mamba"),
 )
-BUILT_ATTENTION_KINDS = ("global", "flash")
 
 HONOURED = frozenset(
     # Launcher.
@@ -37,6 +37,8 @@ HONOURED = frozenset(
     attention_softmax_in_fp32 rotary_pct rotary_emb_base rotary_save_freqs_buffer init_method
     output_layer_init_method gpt_j_residual gpt_j_tied use_bias_in_attn_linear use_bias_in_mlp
     output_layer_parallelism attention_dropout hidden_dropout
+    qk_norm_type layer_types rope_scaling attn_logit_softcap final_logit_softcap zero_centered_gamma norm_placement
+    embedding_multiplier add_qkv_bias
     """.split()
     # Parallelism and activation checkpointing.
     + """
@@ -67,7 +69,7 @@ HONOURED = frozenset(
     # Generation.
     + """
     text_gen_type temperature top_p top_k return_logits maximum_tokens prompt_end sample_input_file
-    sample_output_file num_samples recompute
+    sample_output_file num_samples recompute kv_cache_dtype prefill_chunk_size
     """.split()
 )
 
@@ -230,7 +232,7 @@ def _is_off(value: Any, default: Any) -> bool:
 def _attention_problems(values: Mapping[str, Any]) -> List[str]:
     kinds = dict.fromkeys(_strings(values.get("attention_config") or []))
     return [
-        f"attention_config={kind}: this kind of attention is not built; use {' or '.join(BUILT_ATTENTION_KINDS)}"
+        f"attention_config={kind}: this kind of attention is not built; use one of {', '.join(BUILT_ATTENTION_KINDS)}"
         for kind in kinds
         if kind in ATTENTION_KINDS and kind not in BUILT_ATTENTION_KINDS
     ]

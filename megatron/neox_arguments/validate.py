@@ -15,11 +15,12 @@ _MORE = (*validate_model.CHECKS, *validate_run.CHECKS)
 _POSITIVE = """
     num_layers hidden_size num_attention_heads num_kv_heads head_dim softmax_scale seq_length max_position_embeddings
     intermediate_size ffn_hidden_size expansion_factor mlp_multiple_of sliding_window_width rpe_num_buckets
-    rpe_max_distance make_vocab_size_divisible_by padded_vocab_size rotary_emb_base layernorm_epsilon rms_norm_epsilon
+    rpe_max_distance make_vocab_size_divisible_by padded_vocab_size layernorm_epsilon rms_norm_epsilon
     scalenorm_epsilon model_parallel_size global_num_gpus world_size num_gpus train_batch_size
     train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_predivide_factor train_iters train_epochs
     eval_interval log_interval steps_per_print checkpoint_factor checkpoint_num_layers keep_last_n_checkpoints
     exit_interval lr_decay_iters maximum_tokens num_samples weighted_sampler_alpha peak_theoretical_tflops
+    attn_logit_softcap final_logit_softcap embedding_multiplier prefill_chunk_size
 """.split()
 _NOT_NEGATIVE = """
     pipe_parallel_size init_method_std gradient_clipping weight_decay eval_iters num_workers temperature top_k

@@ -1,10 +1,12 @@
 """What is wrong with the model's settings. Each check yields messages."""
 
-from typing import Any, Iterator
+from typing import Any, Iterable, Iterator
 
 from megatron.errors import ConfigError
 from megatron.neox_arguments.derive import MAX_LAYERS
-from megatron.neox_arguments.support import ATTENTION_KINDS
+from megatron.neox_arguments.layer_attention import LAYER_TYPES, is_by_layer_type, of_layer_type
+from megatron.neox_arguments.rope_scaling import parse_rope_scaling
+from megatron.neox_arguments.support import ATTENTION_KINDS, BUILT_ATTENTION_KINDS
 from megatron.neox_arguments.widths import head_geometry, mlp_geometry
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings")
@@ -75,11 +77,61 @@ def _attention_kinds(settings: Any) -> Iterator[str]:
         return
     for kind in dict.fromkeys(config):
         if kind not in ATTENTION_KINDS:
-            yield f"attention_config={kind!r} is not a kind of attention; use global or flash"
+            yield f"attention_config={kind!r} is not a kind of attention; use one of {', '.join(BUILT_ATTENTION_KINDS)}"
     if settings.num_layers is not None and len(config) != max(settings.num_layers, 0):
         yield (
             f"attention_config describes {len(config)} layers and num_layers={settings.num_layers}; a pattern with "
             '"all" must fit a whole number of times, other counts must add up'
+        )
+
+
+def _layer_types(settings: Any) -> Iterator[str]:
+    types, window = settings.layer_types, settings.sliding_window_width
+    odd = [layer_type for layer_type in types if layer_type not in LAYER_TYPES]
+    if odd:
+        yield (
+            f"layer_types holds {odd[0]!r}; write {' or '.join(LAYER_TYPES)} for each layer, or pairs of a pattern and "
+            'a count such as [[["sliding_attention", "full_attention"], "all"]]'
+        )
+        return
+    if settings.num_layers is not None and len(types) != max(settings.num_layers, 0):
+        yield f"layer_types describes {len(types)} layers and num_layers={settings.num_layers}; they must be as many"
+    if "sliding_attention" in types and window is None:
+        yield "layer_types has sliding_attention layers, which need sliding_window_width"
+    if window is not None and types and "sliding_attention" not in types:
+        yield f"sliding_window_width={window} is used by no layer: layer_types has no sliding_attention; remove one"
+
+
+def _rotary(settings: Any) -> Iterator[str]:
+    types = dict.fromkeys(layer_type for layer_type in settings.layer_types if layer_type in LAYER_TYPES)
+    yield from _rotary_bases(settings.rotary_emb_base, types)
+    scaling = settings.rope_scaling
+    if scaling is None:
+        return
+    if settings.pos_emb != "rotary":
+        yield f"rope_scaling={scaling} is only used with pos_emb=rotary, not {settings.pos_emb}; remove it"
+        return
+    if list(_required(settings)) or list(_head_widths(settings)):
+        return  # reported already
+    for layer_type in types:
+        try:
+            parse_rope_scaling(
+                of_layer_type(scaling, layer_type),
+                head_geometry(settings).rotary_ndims,
+                settings.max_position_embeddings,
+            )
+        except ConfigError as error:
+            yield from error.problems
+
+
+def _rotary_bases(bases: Any, layer_types: Iterable[str]) -> Iterator[str]:
+    by_type = bases if is_by_layer_type(bases) else {layer_type: bases for layer_type in layer_types}
+    missing = [layer_type for layer_type in layer_types if layer_type not in by_type]
+    odd = [base for base in by_type.values() if type(base) not in (int, float) or not 0 < base < float("inf")]
+    if missing or odd:
+        yield (
+            f"rotary_emb_base={bases} must be a number greater than 0, or map each of the model's layer types "
+            f"({', '.join(LAYER_TYPES)}) to one"
         )
 
 
@@ -89,11 +141,12 @@ def _positions(settings: Any) -> Iterator[str]:
             f"pos_emb=rpe shares one table between all layers, so pipe_parallel_size={settings.pipe_parallel_size} "
             "cannot hold it; use pipe_parallel_size 0 or 1"
         )
-    if settings.pos_emb in ("rpe", "alibi") and "flash" in settings.attention_config:
-        yield (
-            f"pos_emb={settings.pos_emb} adds a bias to the attention scores, which the flash kernels do not take; "
-            "use attention_config global"
-        )
+    for kind in ("flash", "chunked"):
+        if settings.pos_emb in ("rpe", "alibi") and kind in settings.attention_config:
+            yield (
+                f"pos_emb={settings.pos_emb} adds a bias to the attention scores, which {kind} attention does not "
+                "take; use attention_config global"
+            )
     if settings.opt_pos_emb_offset and settings.pos_emb != "learned":
         yield f"opt_pos_emb_offset={settings.opt_pos_emb_offset} is only used with pos_emb=learned; remove it"
 
@@ -101,8 +154,25 @@ def _positions(settings: Any) -> Iterator[str]:
 def _blocks(settings: Any) -> Iterator[str]:
     if settings.gpt_j_tied and not settings.gpt_j_residual:
         yield "gpt_j_tied=True shares the norm of a parallel residual, so it needs gpt_j_residual=True"
+    if settings.norm_placement != "pre" and settings.gpt_j_residual:
+        yield (
+            f"norm_placement={settings.norm_placement} norms each sublayer's output, and gpt_j_residual=True sums both "
+            "before they are complete; set one of them back"
+        )
+    if settings.zero_centered_gamma and settings.norm not in ("layernorm", "rmsnorm", "te_layernorm", "te_rmsnorm"):
+        yield f"zero_centered_gamma=True has no weight to act on in norm={settings.norm}; use layernorm or rmsnorm"
+    if settings.add_qkv_bias and settings.use_bias_in_attn_linear:
+        yield (
+            "add_qkv_bias=True: use_bias_in_attn_linear=True gives QKV and output projection a bias already; set it to "
+            "false for a bias in QKV only, or remove add_qkv_bias"
+        )
+    if settings.use_qk_layernorm and settings.qk_norm_type not in (None, "joint"):
+        yield (
+            f"qk_norm_type={settings.qk_norm_type} and use_qk_layernorm=True, which means joint, contradict each "
+            "other; remove use_qk_layernorm"
+        )
     if settings.fp16_lm_cross_entropy and settings.precision != "fp16":
         yield f"fp16_lm_cross_entropy=True needs precision=fp16, not {settings.precision}"
 
 
-CHECKS = (_required, _head_widths, _mlp_width, _attention_kinds, _positions, _blocks)
+CHECKS = (_required, _head_widths, _mlp_width, _attention_kinds, _layer_types, _rotary, _positions, _blocks)

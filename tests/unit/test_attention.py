@@ -1,14 +1,12 @@
 """ParallelSelfAttention against an fp64 einsum, over all geometries, both kernels and both row layouts."""
 
-import copy
-
 import pytest
 import torch
 
 from megatron.errors import BackendError
 from megatron.geometry import HeadGeometry
 from megatron.model.attention import ParallelSelfAttention
-from megatron.model.attention.core import eager, flash
+from megatron.model.attention.core import AttentionRequest, eager, flash
 from megatron.model.attention.core.masks import first_visible_key, hidden_keys
 from tests.helpers.attention_reference import core_reference, layer_reference
 from tests.helpers.configs import tiny_args
@@ -247,39 +245,43 @@ def test_hidden_keys_by_hand():
 # What the flash kernel cannot run is said at construction, with the setting to change.
 
 
-def _refused(geometry, dtype, device, **settings):
-    args = copy.copy(tiny_args(**{key: settings.pop(key) for key in ("attention_dropout",) if key in settings}))
-    for key, value in settings.items():
-        setattr(args, key, value)
-    return flash.refusal(geometry, dtype, torch.device(device), args)
+def _refused(head_dim, dtype, device, **settings):
+    return flash.refusal(AttentionRequest(HeadGeometry(64, 2, 2, head_dim), dtype, torch.device(device), **settings))
 
 
 @pytest.mark.parametrize(
     "head_dim, dtype, device, settings, named",
     [
-        (64, torch.float32, "cpu", dict(attention_dropout=0.1), "attention_dropout=0.1"),
-        (64, torch.float32, "cpu", dict(pos_emb="alibi"), "pos_emb=alibi"),
-        (64, torch.bfloat16, "cuda", dict(pos_emb="rpe"), "pos_emb=rpe"),
-        (64, torch.float32, "cuda", {}, "precision=fp32"),
+        (64, torch.float32, "cpu", dict(dropout_p=0.1), "attention_dropout=0.1"),
+        (64, torch.float32, "cpu", dict(score_bias="pos_emb=alibi"), "pos_emb=alibi"),
+        (64, torch.bfloat16, "cuda", dict(score_bias="pos_emb=rpe"), "pos_emb=rpe"),
+        (64, torch.float32, "cpu", dict(softcap=50.0), "attn_logit_softcap=50"),
+        (64, torch.float32, "cuda", {}, "precision=torch.float32"),
         (264, torch.bfloat16, "cuda", {}, "head_dim=264"),
-        (64, torch.bfloat16, "cuda", dict(sliding_window_width=8), "sliding_window_width=8"),
+        (64, torch.bfloat16, "cuda", dict(window=8), "sliding_window_width=8"),
     ],
 )
 def test_flash_refuses_by_name(head_dim, dtype, device, settings, named):
-    assert named in _refused(HeadGeometry(64, 2, 2, head_dim), dtype, device, **settings)
+    assert named in _refused(head_dim, dtype, device, **settings)
 
 
 @pytest.mark.parametrize(
     "head_dim, dtype, device, settings",
     [
-        (12, torch.float32, "cpu", dict(sliding_window_width=8)),
+        (12, torch.float32, "cpu", dict(window=8)),
         (512, torch.bfloat16, "cpu", {}),
-        (256, torch.bfloat16, "cuda", dict(attention_dropout=0.1)),
-        (64, torch.float32, "cpu", dict(attention_dropout=0.1, optimizer=None)),
+        (256, torch.bfloat16, "cuda", dict(dropout_p=0.1)),
     ],
 )
 def test_flash_accepts(head_dim, dtype, device, settings):
-    assert _refused(HeadGeometry(64, 2, 2, head_dim), dtype, device, **settings) is None
+    assert _refused(head_dim, dtype, device, **settings) is None
+
+
+def test_dropout_of_a_model_that_is_not_trained_is_not_asked_for():
+    for optimizer, dropout_p in ((None, 0.0), ({"type": "adam", "params": {}}, 0.1)):
+        args = tiny_args(**MHA, attention_dropout=0.1, optimizer=optimizer)
+        request = AttentionRequest.of_layer(args, 1, args.head_geometry(1), torch.device("cpu"))
+        assert request.dropout_p == dropout_p
 
 
 def test_an_explicit_flash_that_cannot_run_is_an_error_with_an_alternative():

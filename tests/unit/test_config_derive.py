@@ -94,7 +94,7 @@ def test_no_optimizer_leaves_a_learning_rate():
 @pytest.mark.parametrize(
     "config, kinds",
     [
-        (None, ["global"] * 4),
+        (None, ["auto"] * 4),
         ([[["flash"], 4]], ["flash"] * 4),
         ([[["flash", "global"], 2]], ["flash", "global"] * 2),
         ([[["global", "flash"], "all"]], ["global", "flash", "global", "flash"]),

@@ -303,7 +303,7 @@ def test_an_autotuning_config_is_refused_for_autotuning_only():
 @pytest.mark.parametrize(
     "config, kinds",
     [
-        (None, "gggg"),
+        (None, "aaaa"),
         ([[["flash"], 4]], "ffff"),
         ([[["global"], "all"]], "gggg"),
         ([[["flash", "global"], "all"]], "fgfg"),
@@ -313,7 +313,7 @@ def test_an_autotuning_config_is_refused_for_autotuning_only():
 )
 def test_attention_config(config, kinds):
     args = NeoXArgs.from_dict(tiny_values(num_layers=4, attention_config=config))
-    assert args.attention_config == [{"f": "flash", "g": "global"}[kind] for kind in kinds]
+    assert args.attention_config == [{"f": "flash", "g": "global", "a": "auto"}[kind] for kind in kinds]
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_the_form_of_a_layer_is_the_published_one(name):
     biased = model["norm"] == "layernorm"
     assert (args.use_bias_in_attn_linear, args.use_bias_in_mlp) == (biased, biased)
     assert (args.activation, args.bias_gelu_fusion) == (("gelu", True) if biased else ("swiglu", False))
-    assert set(args.attention_config) <= {"global", "flash"}
+    assert set(args.attention_config) <= {"auto", "flash", "global"}
 
 
 @pytest.mark.parametrize("name", MODELS)

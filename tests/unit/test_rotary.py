@@ -7,7 +7,8 @@ import torch
 
 from megatron.errors import ConfigError
 from megatron.model.attention import ParallelSelfAttention
-from megatron.model.positional_embeddings import RotaryEmbedding, rotary_inv_freq
+from megatron.model.rotary import RotaryEmbedding, rotary_inv_freq
+from megatron.neox_arguments.layer_attention import RotarySettings
 from tests.helpers.attention_reference import rotary_reference
 from tests.helpers.configs import tiny_args
 from tests.helpers.geometries import ALL, MQA, WIDE_NON_DIVISIBLE
@@ -19,7 +20,7 @@ from tests.helpers.tolerances import FORWARD, assert_close
 @pytest.mark.parametrize("base", (10000, 500000))
 def test_equals_the_definition(head_dim, rotary_ndims, offset, base):
     x = torch.randn(7, 2, 3, head_dim, dtype=torch.float64)
-    rotary = RotaryEmbedding(rotary_ndims, 16, base)
+    rotary = RotaryEmbedding(RotarySettings(rotary_ndims, base, 16))
     got = rotary(x.float(), offset)
     assert_close(got, rotary_reference(x, rotary_ndims, base, offset), FORWARD)
     assert torch.equal(got[..., rotary_ndims:], x.float()[..., rotary_ndims:])
@@ -41,14 +42,14 @@ def test_equals_transformers():
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(64)[None])
     q, k = torch.randn(64, 2, 5, 24), torch.randn(64, 2, 5, 24)
     wanted = apply_rotary_pos_emb(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), cos, sin)
-    rotary = RotaryEmbedding(24, 64, 10000)
+    rotary = RotaryEmbedding(RotarySettings(24, 10000, 64))
     for mine, theirs in zip((rotary(q), rotary(k)), wanted, strict=True):
         assert_close(mine, theirs.permute(2, 0, 1, 3), FORWARD)
 
 
 def test_tables_are_fp32_whatever_the_precision():
     """At position 8191 a frequency rounded to bfloat16 would be off by many radians."""
-    rotary = RotaryEmbedding(64, 8192, 10000, buffer_dtype=torch.bfloat16).bfloat16()
+    rotary = RotaryEmbedding(RotarySettings(64, 10000, 8192), buffer_dtype=torch.bfloat16).bfloat16()
     one = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16)
     one[..., :32] = 1.0
     got = rotary(one, offset=8191)[0, 0, 0].double()
@@ -59,7 +60,7 @@ def test_tables_are_fp32_whatever_the_precision():
 
 
 def test_positions_beyond_seq_length_are_refused_by_name():
-    rotary = RotaryEmbedding(8, 16, 10000)
+    rotary = RotaryEmbedding(RotarySettings(8, 10000, 16))
     rotary(torch.zeros(16, 1, 1, 8))
     for tokens, offset in ((17, 0), (1, 16), (4, 13)):
         with pytest.raises(ConfigError, match="seq_length=16.*reach 17"):
@@ -67,7 +68,7 @@ def test_positions_beyond_seq_length_are_refused_by_name():
 
 
 def test_tables_made_in_inference_serve_training():
-    rotary = RotaryEmbedding(8, 16, 10000)
+    rotary = RotaryEmbedding(RotarySettings(8, 10000, 16))
     with torch.inference_mode():
         rotary(torch.zeros(4, 1, 1, 8))
     x = torch.randn(4, 1, 1, 8, requires_grad=True)

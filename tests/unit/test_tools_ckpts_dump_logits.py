@@ -305,13 +305,14 @@ def test_a_rank_that_fails_ends_the_others_and_says_why(tmp_path):
 def test_each_setting_of_the_model_is_taken_or_known_not_to_matter():
     """A new argument of the model must be put into one of the two sets, or the tool would drop it silently."""
     from megatron.checkpointing.model_settings import FUNCTION_SETTINGS, UNBUILT_FUNCTION_SETTINGS
-    from megatron.neox_arguments.fields import NeoXArgsModel, NeoXArgsMoE
+    from megatron.neox_arguments.fields import NeoXArgsAttention, NeoXArgsModel, NeoXArgsMoE
     from megatron.neox_arguments.support import NO_EFFECT_ON_RESULTS, REFUSED
 
     not_the_function = """
         precision fp16_lm_cross_entropy init_method init_method_std output_layer_init_method use_cpu_initialization
     """.split()
-    names = {*NeoXArgsModel.__dataclass_fields__, *NeoXArgsMoE.__dataclass_fields__}
+    groups = (NeoXArgsModel, NeoXArgsMoE, NeoXArgsAttention)
+    names = {name for group in groups for name in group.__dataclass_fields__}
     taken = FUNCTION_SETTINGS | UNBUILT_FUNCTION_SETTINGS
     assert names - taken - set(NO_EFFECT_ON_RESULTS) - set(REFUSED) == set(not_the_function)
     assert UNBUILT_FUNCTION_SETTINGS <= set(REFUSED)

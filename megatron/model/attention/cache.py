@@ -18,7 +18,8 @@ def key_heads_per_partition(neox_args, layer_number: int = 0) -> int:
     head to query head after it, and all of them are cached. Otherwise the keys are those of the kv heads.
     """
     geometry = neox_args.head_geometry(layer_number).shard(mpu.get_model_parallel_world_size())
-    return geometry.num_attention_heads if neox_args.use_qk_layernorm else geometry.num_kv_heads
+    joint = neox_args.layer_attention(layer_number).qk_norm == "joint"
+    return geometry.num_attention_heads if joint else geometry.num_kv_heads
 
 
 class LayerKVCache:

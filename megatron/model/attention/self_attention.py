@@ -13,11 +13,13 @@ from torch import nn
 from megatron import mpu
 from megatron.geometry import HeadGeometry, QKVLayout
 from megatron.model.attention.cache import LayerKVCache, key_heads_per_partition
-from megatron.model.attention.core import select_kernel
+from megatron.model.attention.core import AttentionRequest, select_kernel
+from megatron.model.attention.qk_norm import build_qk_norms
 from megatron.model.attention.qkv import split_qkv
 from megatron.model.init_functions import get_init_methods
-from megatron.model.norms import ScaleNorm, get_norm
-from megatron.model.positional_embeddings import AliBi, ParallelRelativePositionBias, RotaryEmbedding
+from megatron.model.linear import column_parallel, row_parallel
+from megatron.model.positional_embeddings import AliBi, ParallelRelativePositionBias
+from megatron.model.rotary import RotaryEmbedding
 
 
 class ParallelSelfAttention(nn.Module):
@@ -42,14 +44,13 @@ class ParallelSelfAttention(nn.Module):
         self.layer_number = layer_number
         self.geometry = neox_args.head_geometry(layer_number)
         self.partition = self.geometry.shard(mpu.get_model_parallel_world_size())
-        self.sliding_window_width = neox_args.sliding_window_width
+        self.function = neox_args.layer_attention(layer_number)
         self.dropout_p = neox_args.attention_dropout
         self.key_heads_per_partition = key_heads_per_partition(neox_args, layer_number)
         self._set_score_arithmetic(neox_args)
         self.attention_type = neox_args.attention_config[layer_number]
-        self.kernel = select_kernel(
-            self.attention_type, self.partition, neox_args.params_dtype, mpu.current_device(), neox_args
-        )
+        request = AttentionRequest.of_layer(neox_args, layer_number, self.partition, mpu.current_device())
+        self.kernel = select_kernel(self.attention_type, request)
         # In GPT-NeoX's order: an optimizer state in a checkpoint knows its parameters by their order only.
         default_init, default_output_init = get_init_methods(neox_args)
         self._build_qk_norm(neox_args)
@@ -104,7 +105,6 @@ class ParallelSelfAttention(nn.Module):
         return self.geometry.rotary_ndims
 
     def _set_score_arithmetic(self, neox_args) -> None:
-        self.softmax_scale = neox_args.attention_scale(self.layer_number)
         self.score_divisor = 1.0
         self.attention_softmax_in_fp32 = neox_args.attention_softmax_in_fp32
         if neox_args.apply_query_key_layer_scaling:
@@ -112,18 +112,18 @@ class ParallelSelfAttention(nn.Module):
             self.attention_softmax_in_fp32 = True
 
     def _build_query_key_value(self, neox_args, init_method) -> None:
-        self.query_key_value = mpu.ColumnParallelLinear(
+        self.query_key_value = column_parallel(neox_args)(
             neox_args,
             self.geometry.hidden_size,
             self.geometry.qkv_hidden_size,
-            bias=neox_args.use_bias_in_attn_linear,
+            bias=neox_args.qkv_has_bias,
             init_method=init_method,
             row_groups=qkv_row_groups(self.geometry),
             sequence_parallel=neox_args.sequence_parallel,
         )
 
     def _build_dense(self, neox_args, init_method, parallel_output) -> None:
-        self.dense = mpu.RowParallelLinear(
+        self.dense = row_parallel(neox_args)(
             neox_args,
             self.geometry.query_hidden_size,
             self.geometry.hidden_size,
@@ -135,15 +135,10 @@ class ParallelSelfAttention(nn.Module):
         )
 
     def _build_qk_norm(self, neox_args) -> None:
-        self.use_qk_layernorm = neox_args.use_qk_layernorm
-        if self.use_qk_layernorm:
-            norm, eps = get_norm(neox_args)
-            shape = (self.num_attention_heads_per_partition, self.hidden_size_per_attention_head)
-            # ScaleNorm's one number is the same on all ranks but sees only this rank's heads: sum its gradient.
-            self.qk_layernorm = norm(shape, eps, norm is ScaleNorm)
-            for parameter in self.qk_layernorm.parameters():
-                if parameter.shape == shape:
-                    mpu.mark_model_parallel(parameter, 0)
+        if self.function.qk_norm is None:
+            return
+        for name, norm in build_qk_norms(neox_args, self.function.qk_norm, self.partition).items():
+            self.add_module(name, norm)
 
     def _build_positions(self, neox_args, rpe) -> None:
         self.pos_emb = neox_args.pos_emb
@@ -154,12 +149,8 @@ class ParallelSelfAttention(nn.Module):
             self.alibi_embed = AliBi(self.geometry.num_attention_heads)
         self.rotary_emb = None
         if self.pos_emb == "rotary":
-            self.rotary_emb = RotaryEmbedding(
-                self.rotary_ndims,
-                neox_args.seq_length,
-                neox_args.rotary_emb_base,
-                neox_args.params_dtype if neox_args.rotary_save_freqs_buffer else None,
-            )
+            buffer_dtype = neox_args.params_dtype if neox_args.rotary_save_freqs_buffer else None
+            self.rotary_emb = RotaryEmbedding(self.function.rotary, buffer_dtype)
 
     def forward(
         self, hidden_states: torch.Tensor, kv_cache: Optional[LayerKVCache] = None
@@ -180,9 +171,11 @@ class ParallelSelfAttention(nn.Module):
         return self.dense(context.flatten(2))  # [s, b, n·d] -> [s, b, h]
 
     def _normalise(self, q: torch.Tensor, k: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-        """GPT-NeoX's qk-layernorm: one norm over [n, d] for both, so grouped keys are first repeated to n heads."""
-        if not self.use_qk_layernorm:
+        if self.function.qk_norm is None:
             return q, k
+        if self.function.qk_norm != "joint":
+            return self.q_layernorm(q), self.k_layernorm(k)
+        # One norm over [n, d] for both, so grouped keys are first repeated to n heads.
         k = k.repeat_interleave(self.partition.queries_per_kv, dim=2)  # [s, b, m, d] -> [s, b, n, d]
         return self.qk_layernorm(q), self.qk_layernorm(k)
 
@@ -196,9 +189,10 @@ class ParallelSelfAttention(nn.Module):
             q,
             k,
             v,
-            scale=self.softmax_scale,
+            scale=self.function.softmax_scale,
             causal_offset=offset,
-            window=self.sliding_window_width,
+            window=self.function.window,
+            softcap=self.function.logit_softcap,
             bias=self._score_bias(q.shape[0], k.shape[0], offset, q.device),
             dropout_p=self.dropout_p,
             training=self.training,

@@ -1,4 +1,4 @@
-"""Every argument, one dataclass per group, in GPT-NeoX's order of groups.
+"""Every argument, one dataclass per group, in GPT-NeoX's order of groups; NeoXArgsAttention has what is new.
 
 The classes only declare: names, types, defaults and documentation. Loading, deriving and validating are elsewhere,
 and `megatron.neox_arguments.support` says what is done with each argument.
@@ -6,6 +6,7 @@ and `megatron.neox_arguments.support` says what is done with each argument.
 
 from typing import Any, Dict
 
+from megatron.neox_arguments.fields.attention import NeoXArgsAttention
 from megatron.neox_arguments.fields.deepspeed import NeoXArgsDeepspeedConfig
 from megatron.neox_arguments.fields.logging import NeoXArgsLogging
 from megatron.neox_arguments.fields.lr_scheduler import NeoXArgsLRScheduler
@@ -20,7 +21,7 @@ from megatron.neox_arguments.fields.tokenizer import NeoXArgsTokenizer
 from megatron.neox_arguments.fields.training import NeoXArgsTraining
 
 _LAUNCH = (NeoXArgsDeepspeedRunner, NeoXArgsDeepspeedConfig)
-_MODEL = (NeoXArgsModel, NeoXArgsMoE)
+_MODEL = (NeoXArgsModel, NeoXArgsMoE, NeoXArgsAttention)
 _UPDATES = (NeoXArgsLRScheduler, NeoXArgsOptimizer)
 _RUN = (NeoXArgsTokenizer, NeoXArgsTraining, NeoXArgsParallelism)
 _OUTPUT = (NeoXArgsLogging, NeoXArgsTextgen, NeoXArgsOther)

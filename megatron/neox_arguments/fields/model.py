@@ -64,7 +64,9 @@ class NeoXArgsModel:
     """Tokens in one training sample and the longest context in generation."""
 
     sliding_window_width: Optional[int] = None
-    """How many previous tokens a token can attend to, besides itself, in every layer. Null: all of them."""
+    """How many previous tokens a token can attend to, besides itself, in every layer, or in the sliding_attention
+    layers of `layer_types`. Hugging Face's sliding_window counts the token itself too: it is this plus 1. Null: all
+    of them."""
 
     max_position_embeddings: Optional[int] = None
     """Rows of a learned position table, and the largest `seq_length` allowed. Required for every kind of position
@@ -118,8 +120,9 @@ class NeoXArgsModel:
 
     attention_config: Optional[list] = None
     """Kind of attention of each layer, as [[[kinds], repeats], ...], e.g. [[["global"], 12]], or "all" for repeats to
-    fill all layers, or a plain list with one kind per layer. Built: global (explicit scores) and flash (a fused kernel
-    with the same result). Null: global everywhere; other kinds are refused."""
+    fill all layers, or a plain list with one kind per layer. Built: global (explicit scores), flash (a fused kernel),
+    chunked (blockwise in plain PyTorch, memory linear in the length) and auto (the fastest of them that can run the
+    layer). All compute the same function. Null: auto everywhere; other kinds are refused."""
 
     sparsity_config: Optional[dict] = None
     """Block pattern of sparse attention. Refused unless null or empty: block-sparse attention is not built."""
@@ -188,8 +191,9 @@ class NeoXArgsModel:
     """Share of head_dim that is rotated, from the front; int(head_dim x rotary_pct) must be even and positive. Only for
     pos_emb rotary."""
 
-    rotary_emb_base: int = 10000
-    """Base of the rotary frequencies, theta. Only for pos_emb rotary."""
+    rotary_emb_base: Union[int, float, dict] = 10000
+    """Base of the rotary frequencies, theta. A mapping from full_attention and sliding_attention to a base gives each
+    layer type (see `layer_types`) its own. Only for pos_emb rotary."""
 
     rotary_save_freqs_buffer: bool = False
     """Store the rotary frequencies in checkpoints as `attention.rotary_emb.inv_freq`, which older GPT-NeoX checkpoints

@@ -1,7 +1,7 @@
 """Text generation and evaluation."""
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import Literal, Optional
 
 
 @dataclass
@@ -48,6 +48,14 @@ class NeoXArgsTextgen:
     recompute: bool = False
     """Generate without a key/value cache by running the whole text again for each token. Same result, slower; a check
     on the cache."""
+
+    kv_cache_dtype: Optional[Literal["fp8_e4m3", "int8"]] = None
+    """Number format of the key/value cache in generation. fp8_e4m3: 8-bit floats, saturating at 448. int8: whole
+    numbers from -127 to 127 with one scale for each token and head. Null: the model's."""
+
+    prefill_chunk_size: Optional[int] = None
+    """Run a prompt through the model in pieces of at most this many tokens, which bounds the memory for activations and
+    scores. Same result. Null: the whole prompt at once."""
 
     eval_results_prefix: str = ""
     """Start of the name of eval.py's result file. Refused unless default: the evaluation harness is not built."""

@@ -7,9 +7,10 @@ import torch.nn.functional as F
 
 from megatron import mpu
 from megatron.model.attention.core.masks import hidden_keys
+from megatron.model.attention.core.request import AttentionRequest
 
 
-def refusal(geometry, dtype, device, neox_args) -> Optional[str]:
+def refusal(request: AttentionRequest) -> Optional[str]:
     """Nothing is refused: this kernel is the alternative that the other kernels name."""
     return None
 
@@ -22,6 +23,7 @@ def attend(
     scale: float,
     causal_offset: int,
     window: Optional[int] = None,
+    softcap: Optional[float] = None,
     bias: Optional[torch.Tensor] = None,
     dropout_p: float = 0.0,
     training: bool = False,
@@ -32,6 +34,7 @@ def attend(
 
     q [s, b, n, d]; k [t, b, m', d] and v [t, b, m, d] with m' and m dividing n (query head i uses head i // (n/m)).
     causal_offset: tokens before the first query (t - s with a cache, else 0). window: see masks.hidden_keys.
+    softcap: scaled scores become softcap * tanh(score / softcap) (Gemma 2, arXiv:2408.00118, section 2).
     bias [n, s, t] is added to the scaled scores. score_divisor keeps the half-precision scores small and is
     multiplied back in fp32 (GPT-NeoX's apply_query_key_layer_scaling; as there, the bias is multiplied too).
     Returns [s, b, n, d].
@@ -43,6 +46,8 @@ def attend(
         scores = scores + bias.to(scores.dtype)
     if score_divisor != 1.0:
         scores = scores * score_divisor
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     hidden = hidden_keys(q.shape[0], k.shape[0], causal_offset, window, q.device)
     if hidden is not None:
         scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)

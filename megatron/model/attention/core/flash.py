@@ -16,30 +16,29 @@ from megatron import mpu
 from megatron.errors import BackendError
 from megatron.model.attention.core import flash_package
 from megatron.model.attention.core.masks import first_visible_key, hidden_keys
+from megatron.model.attention.core.request import AttentionRequest
 
 CUDA_MAX_HEAD_DIM = 256
 """Limit of flash-attn 2 and of the same kernels inside torch; their head sizes are multiples of 8."""
 HEAD_DIM_MULTIPLE = 8
 
 
-def refusal(geometry, dtype, device, neox_args) -> Optional[str]:
+def refusal(request: AttentionRequest) -> Optional[str]:
     """Why this kernel cannot run the layer, with the setting to change; None if it can."""
-    if neox_args.pos_emb in ("alibi", "rpe"):
-        return f"pos_emb={neox_args.pos_emb} adds a bias to the scores, which the flash kernel does not take"
-    if torch.device(device).type != "cuda":
-        will_train = neox_args.optimizer is not None
-        if neox_args.attention_dropout > 0 and will_train:
-            return f"attention_dropout={neox_args.attention_dropout}: torch's flash kernel for CPU has no dropout"
+    if request.score_bias:
+        return f"{request.score_bias} adds a bias to the scores, which the flash kernel does not take"
+    if request.softcap is not None:
+        return f"attn_logit_softcap={request.softcap}: the flash kernel has no soft cap"
+    if torch.device(request.device).type != "cuda":
+        if request.dropout_p > 0:
+            return f"attention_dropout={request.dropout_p}: torch's flash kernel for CPU has no dropout"
         return None
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"precision={neox_args.precision}: flash kernels on CUDA run in fp16 and bfloat16"
-    if geometry.head_dim > CUDA_MAX_HEAD_DIM:
-        return f"head_dim={geometry.head_dim}: flash kernels on CUDA go up to {CUDA_MAX_HEAD_DIM}"
-    if neox_args.sliding_window_width is not None and not flash_package.is_usable(device, dtype):
-        return (
-            f"sliding_window_width={neox_args.sliding_window_width}: torch's flash kernel for CUDA has no window; "
-            "install flash-attn"
-        )
+    if request.dtype not in (torch.float16, torch.bfloat16):
+        return f"precision={request.dtype}: flash kernels on CUDA run in fp16 and bfloat16"
+    if request.geometry.head_dim > CUDA_MAX_HEAD_DIM:
+        return f"head_dim={request.geometry.head_dim}: flash kernels on CUDA go up to {CUDA_MAX_HEAD_DIM}"
+    if request.window is not None and not flash_package.is_usable(request.device, request.dtype):
+        return f"sliding_window_width={request.window}: torch's flash kernel for CUDA has no window; install flash-attn"
     return None
 
 
@@ -51,6 +50,7 @@ def attend(
     scale: float,
     causal_offset: int,
     window: Optional[int] = None,
+    softcap: Optional[float] = None,
     bias: Optional[torch.Tensor] = None,
     dropout_p: float = 0.0,
     training: bool = False,

@@ -1,0 +1,53 @@
+"""What attention and the block around it can do beyond GPT-NeoX."""
+
+from dataclasses import dataclass
+from typing import Literal, Optional
+
+
+@dataclass
+class NeoXArgsAttention:
+    """Attention, positions and block options that GPT-NeoX does not have; at their defaults nothing changes."""
+
+    qk_norm_type: Optional[Literal["joint", "per_head", "full_width"]] = None
+    """Normalise queries and keys before the rotary embedding, with norms of the kind `norm`. joint: GPT-NeoX's
+    `use_qk_layernorm`, one norm for both. per_head: a norm for queries and one for keys, each over one head, with
+    weights of shape [head_dim] shared by all heads (Qwen3, Gemma 3). full_width: over all query heads and over all key
+    heads together, weights of shape [heads x head_dim] (OLMo 2), the same at every `model_parallel_size`. Null: joint
+    if `use_qk_layernorm`, else no norm."""
+
+    layer_types: Optional[list] = None
+    """full_attention or sliding_attention for each layer, written as `attention_config` is: [[[pattern], repeats],
+    ...], "all" to repeat the pattern over all layers (cut off at the last one), or a plain list. Only
+    sliding_attention layers have the window of `sliding_window_width`. Null: all of one type, sliding_attention if
+    `sliding_window_width` is set."""
+
+    rope_scaling: Optional[dict] = None
+    """Change of the rotary frequencies for contexts beyond those of pretraining, as Hugging Face writes it: a mapping
+    with rope_type linear, dynamic, llama3, yarn or longrope and that type's numbers (factor,
+    original_max_position_embeddings, ...). A mapping from full_attention and sliding_attention to such mappings gives
+    each layer type its own. Only for pos_emb rotary. Null: none."""
+
+    attn_logit_softcap: Optional[float] = None
+    """Bound the attention scores smoothly: cap x tanh(score / cap), after the scale and before mask and softmax
+    (Gemma 2: 50). Null: no bound."""
+
+    final_logit_softcap: Optional[float] = None
+    """Bound the output logits smoothly: cap x tanh(logit / cap), in training and generation (Gemma 2: 30). Null: no
+    bound."""
+
+    zero_centered_gamma: bool = False
+    """Store the scale of every layernorm and rmsnorm as its difference from 1, so the norm multiplies by 1 + weight
+    (Gemma; Megatron's layernorm-1p). Weights start at 0."""
+
+    norm_placement: Literal["pre", "sandwich", "post"] = "pre"
+    """Where the norms of a layer stand. pre: before attention and MLP, as in GPT-NeoX. sandwich: before them and also
+    on their outputs, ahead of the residual sum (Gemma 2 and 3). post: on their outputs only (OLMo 2). Without
+    `gpt_j_residual` unless pre."""
+
+    embedding_multiplier: Optional[float] = None
+    """Factor on the token embeddings as they enter the first layer; the tied output layer is not scaled. It is rounded
+    to the model's precision first, as Hugging Face does for Gemma (sqrt of hidden_size). Null: 1."""
+
+    add_qkv_bias: bool = False
+    """Give the QKV projection a bias though `use_bias_in_attn_linear` is false, so that the output projection has none
+    (Qwen2)."""

@@ -1,0 +1,68 @@
+"""What attention computes in one layer, apart from its widths: scale, window, cap, positions and norm."""
+
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from megatron.neox_arguments.rope_scaling import RopeScaling, parse_rope_scaling
+from megatron.neox_arguments.widths import head_geometry
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+"""Hugging Face's names."""
+
+
+@dataclass(frozen=True)
+class RotarySettings:
+    """What a rotary table is made from. `positions`: how many are provided for (seq_length)."""
+
+    ndims: int
+    base: float
+    positions: int
+    scaling: Optional[RopeScaling] = None
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """One layer's function. `window` is in tokens beside the query itself, None for all tokens before it."""
+
+    layer_type: str
+    softmax_scale: float
+    window: Optional[int] = None
+    logit_softcap: Optional[float] = None
+    rotary: Optional[RotarySettings] = None
+    qk_norm: Optional[str] = None
+
+
+def layer_attention(args: Any, layer_number: int = 0) -> LayerAttention:
+    """The attention of layer `layer_number` (0-based); `args` needs the arguments' names as attributes.
+
+    Raises ConfigError for a rope_scaling that is not a known one.
+    """
+    geometry = head_geometry(args, layer_number)
+    layer_type = args.layer_types[layer_number]
+    return LayerAttention(
+        layer_type=layer_type,
+        softmax_scale=geometry.default_softmax_scale if args.softmax_scale is None else args.softmax_scale,
+        window=args.sliding_window_width if layer_type == "sliding_attention" else None,
+        logit_softcap=args.attn_logit_softcap,
+        rotary=_rotary(args, geometry.rotary_ndims, layer_type) if args.pos_emb == "rotary" else None,
+        qk_norm=args.qk_norm_type or ("joint" if args.use_qk_layernorm else None),
+    )
+
+
+def is_by_layer_type(value: Any) -> bool:
+    """A mapping from layer types to a setting, in place of the setting itself."""
+    return isinstance(value, dict) and bool(value) and set(value) <= set(LAYER_TYPES)
+
+
+def of_layer_type(value: Any, layer_type: str) -> Any:
+    """The setting of one layer type; a setting that is not by layer type holds for all. None if there is none."""
+    return value.get(layer_type) if is_by_layer_type(value) else value
+
+
+def _rotary(args: Any, ndims: int, layer_type: str) -> RotarySettings:
+    return RotarySettings(
+        ndims=ndims,
+        base=float(of_layer_type(args.rotary_emb_base, layer_type)),
+        positions=args.seq_length,
+        scaling=parse_rope_scaling(of_layer_type(args.rope_scaling, layer_type), ndims, args.max_position_embeddings),
+    )
