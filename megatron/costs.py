@@ -98,16 +98,32 @@ def _layer_matrices(neox_args, number: int) -> int:
 
 def _layer_parameters(neox_args, number: int) -> int:
     geometry, mlp = neox_args.head_geometry(number), neox_args.mlp_geometry(number)
-    total = _layer_matrices(neox_args, number) + 2 * _norm_parameters(neox_args, geometry.hidden_size)
+    total = _layer_matrices(neox_args, number) + _layer_norms(neox_args) * _norm_parameters(
+        neox_args, geometry.hidden_size
+    )
     if neox_args.qkv_has_bias:
         total += geometry.qkv_hidden_size
     if neox_args.use_bias_in_attn_linear:
         total += geometry.hidden_size
     if neox_args.use_bias_in_mlp:
         total += mlp.linear1_width + mlp.hidden_size
-    if neox_args.layer_attention(number).qk_norm == "joint":
-        total += _norm_parameters(neox_args, geometry.query_hidden_size)
-    return total
+    return total + sum(_norm_parameters(neox_args, width) for width in _qk_norm_widths(neox_args, number))
+
+
+def _qk_norm_widths(neox_args, number: int) -> List[int]:
+    """The width of each norm on queries and keys, over all ranks."""
+    geometry = neox_args.head_geometry(number)
+    widths = {
+        "joint": [geometry.query_hidden_size],
+        "per_head": [geometry.head_dim] * 2,
+        "full_width": [geometry.query_hidden_size, geometry.kv_hidden_size],
+    }
+    return widths.get(neox_args.layer_attention(number).qk_norm, [])
+
+
+def _layer_norms(neox_args) -> int:
+    """Norms over the residual stream in one layer, one inside the MLP included."""
+    return 4 if neox_args.norm_placement == "sandwich" else 2
 
 
 def _norm_parameters(neox_args, width: int) -> int:

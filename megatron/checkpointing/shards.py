@@ -17,12 +17,14 @@ VOCABULARY = re.compile(r"word_embeddings\.weight|final_linear\.weight")
 """[padded vocabulary, h]: rows whose number depends on the number of ranks."""
 
 _QKV = re.compile(r"attention\.query_key_value\.(weight|bias)")
+_QK_NORM = re.compile(r"attention\.([qk])_layernorm\.(weight|bias|scale|g)")
 _LINEAR1 = re.compile(r"mlp\.linear1\.(weight|bias)")
 _ROWS = re.compile(r"attention\.qk_layernorm\.(weight|bias|scale)|attention\.alibi_embed\.slopes")
 _COLUMNS = re.compile(r"(attention\.dense|mlp\.linear2|attention\.rpe)\.weight")
 _ROW_BIAS = re.compile(r"(attention\.dense|mlp\.linear2)\.bias")
 _REPLICATED = re.compile(
-    r"(input_layernorm|post_attention_layernorm|norm)\.(weight|bias|scale|g)|attention\.qk_layernorm\.g"
+    r"(input_layernorm|post_attention_layernorm|attention_output_layernorm|mlp_output_layernorm|norm)"
+    r"\.(weight|bias|scale|g)|attention\.qk_layernorm\.g"
     r"|position_embeddings\.(weight|inv_freq)|attention\.rotary_emb\.inv_freq"
 )
 
@@ -55,6 +57,8 @@ class Shards:
         if _QKV.fullmatch(name):
             geometry = self.neox_args.head_geometry(number)
             return Split(0, qkv_row_groups(geometry) or [geometry.qkv_hidden_size])
+        if _QK_NORM.fullmatch(name):
+            return self._qk_norm_split(number, name)
         if _LINEAR1.fullmatch(name):
             geometry = self.neox_args.mlp_geometry(number)
             return Split(0, [geometry.ffn_hidden_size] * (2 if geometry.gated else 1))
@@ -67,6 +71,14 @@ class Shards:
         if _REPLICATED.fullmatch(name):
             return Split()
         raise CheckpointError(f"layer {index} {name}: not a parameter of these models, so how to split it is unknown")
+
+    def _qk_norm_split(self, number: int, name: str) -> Split:
+        """A weight over one head serves all heads on all ranks; one over all heads is split by heads."""
+        if self.neox_args.layer_attention(number).qk_norm != "full_width":
+            return Split()
+        geometry = self.neox_args.head_geometry(number)
+        is_query = _QK_NORM.fullmatch(name).group(1) == "q"
+        return Split(0, [geometry.query_hidden_size if is_query else geometry.kv_hidden_size])
 
     def join(self, index: int, name: str, shards: List[torch.Tensor]) -> torch.Tensor:
         """The whole parameter from the shards of all ranks, in rank order; with one shard, that itself.

@@ -1,23 +1,34 @@
-"""Norms on queries and keys, before the rotary embedding: see `qk_norm_type`."""
+"""Norms on queries and keys, before the rotary embedding: see `qk_norm_type`.
 
+Letters: s tokens, b batch, n query heads, m key heads (of this rank), d head_dim.
+"""
+
+from functools import partial
 from typing import Dict
 
+import torch
 from torch import nn
 
 from megatron import mpu
 from megatron.errors import ConfigError
 from megatron.geometry import HeadGeometry
-from megatron.model.norms import ScaleNorm, get_norm
+from megatron.model.norms import LayerNorm, NonParametricLayernorm, Norm, RMSNorm, ScaleNorm, get_norm, wide_dtype
 
 
-def build_qk_norms(neox_args, qk_norm: str, partition: HeadGeometry) -> Dict[str, nn.Module]:
-    """The norm modules of one layer by the names that they have inside `attention`.
+def build_qk_norms(neox_args, qk_norm: str, geometry: HeadGeometry) -> Dict[str, nn.Module]:
+    """The norm modules of one layer by the names that they have inside `attention`. geometry: the whole layer's.
 
-    joint: {"qk_layernorm"}, for both; else {"q_layernorm", "k_layernorm"}. partition: this rank's geometry.
+    joint: {"qk_layernorm"}, for both; else {"q_layernorm", "k_layernorm"}. Raises ConfigError for a kind of norm
+    that has no such form.
     """
+    partition = geometry.shard(mpu.get_model_parallel_world_size())
     if qk_norm == "joint":
         return {"qk_layernorm": _joint(neox_args, partition)}
-    raise ConfigError(f"qk_norm_type={qk_norm} is not built")
+    if qk_norm == "per_head":
+        norm, eps = get_norm(neox_args)
+        # The weights serve all heads, of which each rank sees its own.
+        return {name: norm(geometry.head_dim, eps, True) for name in ("q_layernorm", "k_layernorm")}
+    return _full_width(neox_args, partition)
 
 
 def _joint(neox_args, partition: HeadGeometry) -> nn.Module:
@@ -30,3 +41,73 @@ def _joint(neox_args, partition: HeadGeometry) -> nn.Module:
         if parameter.shape == shape:
             mpu.mark_model_parallel(parameter, 0)
     return module
+
+
+def _full_width(neox_args, partition: HeadGeometry) -> Dict[str, nn.Module]:
+    """OLMo 2's: a norm over all query heads and one over all key heads, each rank with the weights of its heads."""
+    kind = _FULL_WIDTH.get(neox_args.norm)
+    if kind is None:
+        raise ConfigError(f"norm={neox_args.norm} has no form over all heads, which qk_norm_type=full_width needs")
+    if neox_args.zero_centered_gamma:
+        kind = partial(kind, zero_centered=True)
+    _, eps = get_norm(neox_args)
+    norms = {
+        "q_layernorm": kind(partition.query_hidden_size, eps),
+        "k_layernorm": kind(partition.kv_hidden_size, eps),
+    }
+    for parameter in (parameter for norm in norms.values() for parameter in norm.parameters()):
+        mpu.mark_model_parallel(parameter, 0)
+    return norms
+
+
+class _AllHeads(Norm):
+    """Makes a norm of one rank's heads, [s, b, n, d], one of the heads of all ranks together."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._of_row(x.flatten(-2)).unflatten(-1, x.shape[-2:])  # as [s, b, n·d]
+
+    def _of_row(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _mean(self, values: torch.Tensor) -> torch.Tensor:
+        """The mean of the ranks' means: each has as many heads, and a head that several have counts on each of them.
+
+        All ranks use the mean, so their gradients of it are summed too.
+        """
+        total = mpu.reduce_from_model_parallel_region(super()._mean(values))
+        return mpu.copy_to_model_parallel_region(total) / mpu.get_model_parallel_world_size()
+
+    def _standardised(self, x: torch.Tensor) -> torch.Tensor:
+        """Mean 0 and variance 1, in fp32 for half precision."""
+        values = x.to(wide_dtype(x))
+        centred = values - self._mean(values)
+        return centred * torch.rsqrt(self._mean(centred.square()) + self.eps)
+
+
+class AllHeadsRMSNorm(_AllHeads, RMSNorm):
+    """RMSNorm over all heads."""
+
+    _of_row = RMSNorm.forward
+
+
+class AllHeadsLayerNorm(_AllHeads, LayerNorm):
+    """LayerNorm over all heads."""
+
+    def _of_row(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self._standardised(x)
+        return (normed * self._multiplier(self.weight, normed.dtype) + self._in_use(self.bias)).to(x.dtype)
+
+
+class AllHeadsNonParametricLayernorm(_AllHeads, NonParametricLayernorm):
+    """LayerNorm over all heads without weight and bias."""
+
+    def _of_row(self, x: torch.Tensor) -> torch.Tensor:
+        return self._standardised(x).to(x.dtype)
+
+
+_FULL_WIDTH = {
+    "rmsnorm": AllHeadsRMSNorm,
+    "layernorm": AllHeadsLayerNorm,
+    "non_parametric_layernorm": AllHeadsNonParametricLayernorm,
+}
+"""By the names of `norm`. rmsnorm_fusion changes nothing here: the statistics are summed over the ranks."""

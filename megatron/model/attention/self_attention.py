@@ -137,7 +137,7 @@ class ParallelSelfAttention(nn.Module):
     def _build_qk_norm(self, neox_args) -> None:
         if self.function.qk_norm is None:
             return
-        for name, norm in build_qk_norms(neox_args, self.function.qk_norm, self.partition).items():
+        for name, norm in build_qk_norms(neox_args, self.function.qk_norm, self.geometry).items():
             self.add_module(name, norm)
 
     def _build_positions(self, neox_args, rpe) -> None:
