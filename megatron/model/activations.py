@@ -5,6 +5,12 @@ from typing import Callable, Tuple
 import torch
 import torch.nn.functional as F
 
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """The tanh approximation of gelu (Hendrycks and Gimpel 2016): bias_gelu_fusion, and the gate of geglu_tanh."""
+    return F.gelu(x, approximate="tanh")
+
+
 PLAIN = {
     "gelu": F.gelu,
     "relu": F.relu,
@@ -17,17 +23,13 @@ PLAIN = {
 
 GATES = {
     "geglu": F.gelu,
+    "geglu_tanh": gelu_tanh,
     "reglu": F.relu,
     "swiglu": F.silu,
     "glu": torch.sigmoid,
     "bilinear": lambda x: x,
 }
 """What is applied to the gate of a gated MLP (Shazeer 2020, table 1)."""
-
-
-def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """The tanh approximation of gelu, which bias_gelu_fusion stands for."""
-    return F.gelu(x, approximate="tanh")
 
 
 def is_gated(activation: str) -> bool:

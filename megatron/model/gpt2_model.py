@@ -78,7 +78,7 @@ def _embedding_and_head(neox_args, last: int) -> Tuple[Any, Any]:
         embedding = _Spec(EmbeddingPipe, neox_args, init_method).in_scope(neox_args.seed, 0)
         return embedding, _Spec(ParallelLinearPipe, neox_args).in_scope(neox_args.seed, last)
     tied = partial(_TiedSpec, "embed", EmbeddingPipe, neox_args, init_method, tied_weight_attr=TIED_WEIGHT)
-    head = tied(forward_fn=TiedLogits(neox_args.sequence_parallel))
+    head = tied(forward_fn=TiedLogits(neox_args.sequence_parallel, softcap=neox_args.final_logit_softcap))
     # The last pipeline stage builds a copy of the embedding: with the first stage's scope it has the same weights.
     return tied().in_scope(neox_args.seed, 0), head.in_scope(neox_args.seed, 0)
 

@@ -3,7 +3,9 @@
 Hidden states are [s, b, h] inside the layers and [b, s, h] outside of them.
 """
 
-from typing import Optional
+from contextlib import nullcontext
+from functools import partial
+from typing import Callable, ContextManager, Optional
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +26,13 @@ class ParallelTransformerLayer(nn.Module):
     normal:          y = x + attention(norm1(x));  y + mlp(norm2(y))
     gpt_j_residual:  x + attention(norm1(x)) + mlp(norm2(x)), with one reduction over the model-parallel ranks
     gpt_j_tied:      the same with norm1 before both; norm2 exists, because checkpoints have it, and is unused
+
+    norm_placement says where the normal form has its norms; each of these four exists only where it acts:
+
+    pre:      input_layernorm before the attention, post_attention_layernorm before the MLP
+    post:     attention_output_layernorm and mlp_output_layernorm on what the two give, with its bias, before dropout
+              and the residual sum: y = x + norm(attention(x)) (OLMo 2, arXiv:2501.00656, section 3.2)
+    sandwich: all four (Gemma 2, arXiv:2408.00118, section 2)
 
     layer_number is 0-based. Biases are optional in each part, and hidden dropout acts with or without them.
 
@@ -48,14 +57,17 @@ class ParallelTransformerLayer(nn.Module):
         self.gpt_j_residual = neox_args.gpt_j_residual
         self.gpt_j_tied = neox_args.gpt_j_tied
         self.sequence_parallel = neox_args.sequence_parallel
-
-        norm, eps = get_norm(neox_args)
-        self.input_layernorm = norm(neox_args.hidden_size, eps, self.sequence_parallel)
+        self.fp8_context = _fp8_context(neox_args)
+        norm = _norm_factory(neox_args)
+        norms_inputs = neox_args.norm_placement in ("pre", "sandwich")
+        norms_outputs = neox_args.norm_placement in ("sandwich", "post")
+        self.input_layernorm = norm() if norms_inputs else None
         self.attention = attention_class(neox_args)(
             neox_args, layer_number, init_method, output_layer_init_method, rpe, parallel_output=self.gpt_j_residual
         )
-        if not neox_args.te_layernorm_mlp:  # that MLP has its norm inside
-            self.post_attention_layernorm = norm(neox_args.hidden_size, eps, self.sequence_parallel)
+        self.attention_output_layernorm = norm() if norms_outputs else None
+        # With te_layernorm_mlp this norm is inside the MLP.
+        self.post_attention_layernorm = norm() if norms_inputs and not neox_args.te_layernorm_mlp else None
         self.mlp = mlp_class(neox_args)(
             neox_args,
             init_method,
@@ -63,25 +75,26 @@ class ParallelTransformerLayer(nn.Module):
             layer_number=layer_number,
             parallel_output=self.gpt_j_residual,
         )
+        self.mlp_output_layernorm = norm() if norms_outputs else None
 
     def forward(self, hidden_states: torch.Tensor, kv_cache: Optional[LayerKVCache] = None) -> torch.Tensor:
         """hidden_states [s, b, h] -> [s, b, h]; with a cache, s new tokens behind the cached ones."""
-        if self.gpt_j_residual:
-            return self._parallel_residual(hidden_states, kv_cache)
-        return self._normal_residual(hidden_states, kv_cache)
+        with self.fp8_context():
+            if self.gpt_j_residual:
+                return self._parallel_residual(hidden_states, kv_cache)
+            return self._normal_residual(hidden_states, kv_cache)
 
     def _normal_residual(self, x: torch.Tensor, kv_cache: Optional[LayerKVCache]) -> torch.Tensor:
-        x = x + self._bias_dropout(*self.attention(self.input_layernorm(x), kv_cache))
-        return x + self._bias_dropout(*self.mlp(self._mlp_norm(x)))
-
-    def _mlp_norm(self, x: torch.Tensor) -> torch.Tensor:
-        return self.post_attention_layernorm(x) if hasattr(self, "post_attention_layernorm") else x
+        branch = self.attention(_normed(self.input_layernorm, x), kv_cache)
+        x = x + self._bias_norm_dropout(*branch, self.attention_output_layernorm)
+        branch = self.mlp(_normed(self.post_attention_layernorm, x))
+        return x + self._bias_norm_dropout(*branch, self.mlp_output_layernorm)
 
     def _parallel_residual(self, x: torch.Tensor, kv_cache: Optional[LayerKVCache]) -> torch.Tensor:
         attention_input = self.input_layernorm(x)
-        mlp_input = attention_input if self.gpt_j_tied else self._mlp_norm(x)
-        branches = self._bias_dropout(*self.attention(attention_input, kv_cache))
-        branches = branches + self._bias_dropout(*self.mlp(mlp_input))
+        mlp_input = attention_input if self.gpt_j_tied else _normed(self.post_attention_layernorm, x)
+        branches = self._bias_norm_dropout(*self.attention(attention_input, kv_cache))
+        branches = branches + self._bias_norm_dropout(*self.mlp(mlp_input))
         return x + self._reduce(branches)
 
     def _reduce(self, branches: torch.Tensor) -> torch.Tensor:
@@ -90,9 +103,13 @@ class ParallelTransformerLayer(nn.Module):
             return mpu.reduce_scatter_to_sequence_parallel_region(branches)
         return mpu.reduce_from_model_parallel_region(branches)
 
-    def _bias_dropout(self, output: torch.Tensor, bias: Optional[torch.Tensor]) -> torch.Tensor:
+    def _bias_norm_dropout(
+        self, output: torch.Tensor, bias: Optional[torch.Tensor], norm: Optional[nn.Module] = None
+    ) -> torch.Tensor:
+        """What a sublayer adds to the residual stream: its output with bias, norm and dropout."""
         if bias is not None:
             output = output + bias
+        output = _normed(norm, output)
         if self.hidden_dropout == 0.0 or not self.training:
             return output
         if self.sequence_parallel and not self.gpt_j_residual:
@@ -100,6 +117,26 @@ class ParallelTransformerLayer(nn.Module):
             with mpu.get_cuda_rng_tracker().fork():
                 return F.dropout(output, self.hidden_dropout)
         return F.dropout(output, self.hidden_dropout)
+
+
+def _norm_factory(neox_args) -> Callable[[], nn.Module]:
+    """Makes norms over the residual stream."""
+    norm, eps = get_norm(neox_args)
+    return partial(norm, neox_args.hidden_size, eps, neox_args.sequence_parallel)
+
+
+def _normed(norm: Optional[nn.Module], x: torch.Tensor) -> torch.Tensor:
+    return x if norm is None else norm(x)
+
+
+def _fp8_context(neox_args) -> Callable[[], ContextManager]:
+    """Makes the context that a layer's forward pass runs in. Transformer Engine decides; without it there is none."""
+    names = ("te_mha", "te_fp8_mha", "te_layernorm_mlp", "te_columnparallel", "te_rowparallel")
+    if not any(getattr(neox_args, name) for name in names):
+        return nullcontext
+    from megatron.model.transformer_engine import fp8_context
+
+    return partial(fp8_context, neox_args)
 
 
 class ParallelTransformerLayerPipe(ParallelTransformerLayer):
@@ -111,15 +148,22 @@ class NormPipe(nn.Module):
 
     def __init__(self, neox_args):
         super().__init__()
-        norm, eps = get_norm(neox_args)
-        self.norm = norm(neox_args.hidden_size, eps, neox_args.sequence_parallel)
+        self.norm = _norm_factory(neox_args)()
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.norm(hidden_states)
 
 
+def soft_cap(logits: torch.Tensor, cap: Optional[float]) -> torch.Tensor:
+    """cap * tanh(logits / cap), which stays within -cap and cap (Gemma 2, section 2); without a cap the logits."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
 class ParallelLinearPipe(nn.Module):
-    """The output layer with weights of its own: [b, s, h] -> logits [b, s, v/p], or [b, s, v] when gathered."""
+    """The output layer with weights of its own: [b, s, h] -> logits [b, s, v/p], or [b, s, v] when gathered.
+
+    final_logit_softcap acts on the logits of either kind, so the loss and generation see the same.
+    """
 
     def __init__(self, neox_args, init_method=None, parallel_output: bool = True):
         super().__init__()
@@ -133,6 +177,7 @@ class ParallelLinearPipe(nn.Module):
             sequence_parallel=neox_args.sequence_parallel,
             seq_dim=1,
         )
+        self.softcap = neox_args.final_logit_softcap
 
     def set_parallel_output(self, parallel_output: bool) -> None:
         """Whether the logits stay split over the vocabulary (training) or are gathered (generation)."""
@@ -140,17 +185,19 @@ class ParallelLinearPipe(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         logits, _ = self.final_linear(hidden_states)
-        return logits
+        return soft_cap(logits, self.softcap)
 
 
 class TiedLogits:
     """The output layer that shares the word embedding's weight: (embedding, hidden [b, s, h]) -> logits [b, s, v/p].
 
-    A plain callable: its weight belongs to the embedding, in the state dict too.
+    A plain callable: its weight belongs to the embedding, in the state dict too. embedding_multiplier is no part of
+    that weight, so it does not act here; final_logit_softcap does.
     """
 
-    def __init__(self, sequence_parallel: bool, parallel_output: bool = True):
+    def __init__(self, sequence_parallel: bool, parallel_output: bool = True, softcap: Optional[float] = None):
         self.sequence_parallel = sequence_parallel
+        self.softcap = softcap
         self.parallel_output = parallel_output
 
     def set_parallel_output(self, parallel_output: bool) -> None:
@@ -162,5 +209,5 @@ class TiedLogits:
             hidden_states = mpu.gather_from_sequence_parallel_region(hidden_states, seq_dim=1)
         else:
             hidden_states = mpu.copy_to_model_parallel_region(hidden_states)
-        logits = F.linear(hidden_states, embedding.word_embeddings_weight)
+        logits = soft_cap(F.linear(hidden_states, embedding.word_embeddings_weight), self.softcap)
         return logits if self.parallel_output else mpu.gather_from_model_parallel_region(logits)

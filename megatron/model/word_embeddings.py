@@ -1,6 +1,6 @@
 """Token and absolute position embeddings: the first layer of the model."""
 
-from typing import Tuple
+from typing import Optional, Tuple
 
 import torch
 
@@ -11,6 +11,8 @@ from megatron.errors import ConfigError
 class Embedding(torch.nn.Module):
     """Sum of the token embedding and, for pos_emb learned or sinusoidal, the position embedding, then dropout.
 
+    embedding_multiplier acts on the token embedding before positions are added, as in Vaswani et al. 2017 (sections
+    3.4 and 3.5) and in Hugging Face's models that have both.
     Under sequence_parallel the result is this rank's piece of the sequence.
     """
 
@@ -18,6 +20,7 @@ class Embedding(torch.nn.Module):
         super().__init__()
         self.sequence_parallel = neox_args.sequence_parallel
         self.dropout = neox_args.hidden_dropout
+        self.multiplier = _rounded(neox_args.embedding_multiplier, neox_args.params_dtype)
         self.word_embeddings = mpu.VocabParallelEmbedding(
             neox_args, neox_args.padded_vocab_size, neox_args.hidden_size, init_method=init_method
         )
@@ -39,6 +42,8 @@ class Embedding(torch.nn.Module):
         if self.sequence_parallel:
             hidden = mpu.scatter_to_sequence_parallel_region(hidden, seq_dim=1)  # [b, s/p, h]
             position_ids = mpu.scatter_to_sequence_parallel_region(position_ids, seq_dim=1)
+        if self.multiplier is not None:
+            hidden = hidden * self.multiplier
         if self.position_embeddings is not None:
             hidden = hidden + self.position_embeddings(position_ids).to(hidden.dtype)
         return self._dropout(hidden)
@@ -50,6 +55,11 @@ class Embedding(torch.nn.Module):
             return torch.nn.functional.dropout(hidden, self.dropout)
         with mpu.get_cuda_rng_tracker().fork():
             return torch.nn.functional.dropout(hidden, self.dropout)
+
+
+def _rounded(number: Optional[float], dtype: torch.dtype) -> Optional[float]:
+    """As a tensor of this dtype would hold it: Gemma was trained with sqrt(3072) as 55.5 in bfloat16."""
+    return None if number is None else torch.tensor(number, dtype=torch.float32, device="cpu").to(dtype).item()
 
 
 class EmbeddingPipe(Embedding):

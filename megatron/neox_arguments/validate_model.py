@@ -159,6 +159,11 @@ def _blocks(settings: Any) -> Iterator[str]:
             f"norm_placement={settings.norm_placement} norms each sublayer's output, and gpt_j_residual=True sums both "
             "before they are complete; set one of them back"
         )
+    if settings.norm_placement == "post" and settings.te_layernorm_mlp:
+        yield (
+            "te_layernorm_mlp=True has a norm before the MLP inside it, which norm_placement=post has not; remove "
+            "te_layernorm_mlp or use norm_placement sandwich or pre"
+        )
     if settings.zero_centered_gamma and settings.norm not in ("layernorm", "rmsnorm", "te_layernorm", "te_rmsnorm"):
         yield f"zero_centered_gamma=True has no weight to act on in norm={settings.norm}; use layernorm or rmsnorm"
     if settings.add_qkv_bias and settings.use_bias_in_attn_linear:

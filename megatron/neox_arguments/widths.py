@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron.geometry import HeadGeometry, MLPGeometry
 
-GATED_ACTIVATIONS = ("geglu", "reglu", "swiglu", "bilinear", "glu")
+GATED_ACTIVATIONS = ("geglu", "geglu_tanh", "reglu", "swiglu", "bilinear", "glu")
 """Activations whose MLP has an up and a gate branch, stacked in linear1."""
 
 

@@ -124,7 +124,7 @@ def _dropped(rank, world_size):
         for _ in range(2)
     ]
     layer = ParallelTransformerLayerPipe(args, 0)
-    return [*attended, layer._bias_dropout(torch.ones(5, 2, 8), None).numpy()]
+    return [*attended, layer._bias_norm_dropout(torch.ones(5, 2, 8), None).numpy()]
 
 
 def test_ranks_drop_different_elements_of_what_is_split(tmp_path):

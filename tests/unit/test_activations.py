@@ -34,6 +34,7 @@ FORMULAS = {
 }
 GATE_FORMULAS = {
     "geglu": _gelu,
+    "geglu_tanh": _gelu_tanh,
     "reglu": FORMULAS["relu"],
     "swiglu": _silu,
     "glu": lambda x: 1 / (1 + torch.exp(-x)),

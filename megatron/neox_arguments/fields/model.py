@@ -139,11 +139,12 @@ class NeoXArgsModel:
     shapes suit the device. Part of a checkpoint's shape."""
 
     activation: Literal[
-        "gelu", "geglu", "relu", "softsign", "swish", "mish", "silu", "reglu", "swiglu", "bilinear", "glu"
+        "gelu", "geglu", "geglu_tanh", "relu", "softsign", "swish", "mish", "silu", "reglu", "swiglu", "bilinear", "glu"
     ] = "gelu"
-    """Activation of the MLP. gelu, relu, softsign, silu, swish (the same as silu) and mish are plain; geglu, reglu,
-    swiglu, bilinear and glu are gated: one branch times the activation of the other. gelu is exact unless
-    `bias_gelu_fusion` is set."""
+    """Activation of the MLP. gelu, relu, softsign, silu, swish (the same as silu) and mish are plain; geglu,
+    geglu_tanh, reglu, swiglu, bilinear and glu are gated: one branch times the activation of the other. gelu and geglu
+    are exact; `bias_gelu_fusion` gives gelu the tanh approximation, and geglu_tanh is geglu with it (Hugging Face's
+    gelu_pytorch_tanh in Gemma's MLP)."""
 
     use_flashattn_swiglu: bool = False
     """Asks for flash-attn's swiglu kernel. Accepted for compatibility; same function, no separate kernel here."""
