@@ -131,26 +131,39 @@ class HeadGeometry:
                 f"num_attention_heads={self.num_attention_heads} does not divide by "
                 f"model_parallel_size={model_parallel_size}"
             )
-        if self.num_kv_heads % model_parallel_size:
+        if self.num_kv_heads % model_parallel_size and model_parallel_size % self.num_kv_heads:
             problems.append(
-                f"num_kv_heads={self.num_kv_heads} does not divide by model_parallel_size={model_parallel_size}; "
-                "replicating key/value heads over ranks is not built"
+                f"num_kv_heads={self.num_kv_heads} does not divide by model_parallel_size={model_parallel_size}, nor "
+                "the other way round; every rank needs equally many key/value heads, or equally many ranks one head"
             )
         return problems
+
+    def kv_replicas(self, model_parallel_size: int) -> int:
+        """How many tensor-parallel ranks compute with the same key/value head: p / m if there are fewer heads than
+        ranks, else 1. Neighbours do: rank i has head i // kv_replicas.
+
+        Raises ConfigError if the heads cannot be split evenly.
+        """
+        self._check_shards(model_parallel_size)
+        return max(1, model_parallel_size // self.num_kv_heads)
 
     def shard(self, model_parallel_size: int) -> "HeadGeometry":
         """One tensor-parallel rank's share: heads are split, hidden_size and head_dim are not.
 
+        With fewer key/value heads than ranks each rank has one whole head, the same as its neighbours: `kv_replicas`.
         Raises ConfigError if the heads cannot be split evenly.
         """
-        problems = self.shard_problems(model_parallel_size)
-        if problems:
-            raise ConfigError(problems)
+        self._check_shards(model_parallel_size)
         return replace(
             self,
             num_attention_heads=self.num_attention_heads // model_parallel_size,
-            num_kv_heads=self.num_kv_heads // model_parallel_size,
+            num_kv_heads=max(1, self.num_kv_heads // model_parallel_size),
         )
+
+    def _check_shards(self, model_parallel_size: int) -> None:
+        problems = self.shard_problems(model_parallel_size)
+        if problems:
+            raise ConfigError(problems)
 
     def stamp(self) -> Dict[str, Any]:
         """The record written beside a checkpoint, because shapes cannot tell 8 x 16 from 4 x 32."""

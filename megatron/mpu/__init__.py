@@ -21,6 +21,7 @@ from megatron.mpu.groups import (
     model_parallel_is_initialized,
 )
 from megatron.mpu.init import create_parameter, mark_model_parallel, next_generator, parameter_scope
+from megatron.mpu.kv_heads import gather_kv_head
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.mpu.mappings import (
     copy_to_model_parallel_region,
@@ -48,6 +49,7 @@ __all__ = [
     "divide",
     "gather_from_model_parallel_region",
     "gather_from_sequence_parallel_region",
+    "gather_kv_head",
     "get_cuda_rng_tracker",
     "get_data_parallel_group",
     "get_data_parallel_rank",

@@ -55,14 +55,14 @@ class ColumnParallelLinear(torch.nn.Module):
             raise ValueError(f"row_groups={row_groups} do not add up to output_size={output_size}")
         self.input_size = input_size
         self.output_size = output_size
-        self.output_size_per_partition = divide(
-            output_size, get_model_parallel_world_size(), "the output width of a column-parallel layer"
-        )
+        if row_groups is None:
+            divide(output_size, get_model_parallel_world_size(), "the output width of a column-parallel layer")
         self.gather_output = gather_output
         self.skip_bias_add = skip_bias_add
         self.sequence_parallel = sequence_parallel
         self.seq_dim = seq_dim
         self.weight = create_parameter(neox_args, (output_size, input_size), init_method, 0, row_groups)
+        self.output_size_per_partition = self.weight.shape[0]
         self.bias = _zero_bias(neox_args, self.output_size_per_partition) if bias else None
         if bias:
             mark_model_parallel(self.bias, 0, row_groups)

@@ -1,6 +1,6 @@
 """Small helpers of the parallel layers: whole-number division, the current device, slicing one rank's share."""
 
-from typing import List, Optional
+from typing import List, Optional, Tuple
 
 import torch
 
@@ -27,26 +27,37 @@ def current_device() -> torch.device:
     return torch.device(name, get_accelerator().current_device())
 
 
+def bounds(size: int, rank: int, world_size: int) -> Tuple[int, int]:
+    """(start, end) of one rank's piece of a block of `size` rows. Sizes differ by one if it does not divide."""
+    return rank * size // world_size, (rank + 1) * size // world_size
+
+
 def shard(
     master: torch.Tensor, dim: int, rank: int, world_size: int, groups: Optional[List[int]] = None
 ) -> torch.Tensor:
     """One rank's share of a master tensor: a copy, so that it does not keep the master's memory alive.
 
     groups: sizes of the blocks stacked along `dim`; each block is split over the ranks on its own, so that a rank
-    holds a piece of every block, e.g. [up_r; gate_r] of [up; gate]. None is one block.
+    holds a piece of every block, e.g. [up_r; gate_r] of [up; gate]. A block need not divide by the ranks: see
+    `bounds`. None is one block, which must.
     """
-    blocks = torch.split(master, groups or [master.shape[dim]], dim)
+    if groups is None:
+        divide(master.shape[dim], world_size, f"dimension {dim} of a weight")
     pieces = []
-    for block in blocks:
-        size = divide(block.shape[dim], world_size, f"dimension {dim} of a weight block")
-        pieces.append(block.narrow(dim, rank * size, size))
+    for block in torch.split(master, groups or [master.shape[dim]], dim):
+        start, end = bounds(block.shape[dim], rank, world_size)
+        pieces.append(block.narrow(dim, start, end - start))
     return torch.cat(pieces, dim)
 
 
 def unshard(shards: List[torch.Tensor], dim: int, groups: Optional[List[int]] = None) -> torch.Tensor:
     """Inverse of `shard`: the master tensor from the shares of all ranks, in rank order."""
-    world_size = len(shards)
-    groups = groups or [shards[0].shape[dim] * world_size]
-    sizes = [divide(size, world_size, "a weight block") for size in groups]
-    by_rank = [torch.split(piece, sizes, dim) for piece in shards]
+    groups = groups or [sum(piece.shape[dim] for piece in shards)]
+    by_rank = [torch.split(piece, share_sizes(groups, rank, len(shards)), dim) for rank, piece in enumerate(shards)]
     return torch.cat([torch.cat(pieces, dim) for pieces in zip(*by_rank, strict=True)], dim)
+
+
+def share_sizes(groups: List[int], rank: int, world_size: int) -> List[int]:
+    """Rows of one rank's piece of each block."""
+    spans = [bounds(size, rank, world_size) for size in groups]
+    return [end - start for start, end in spans]

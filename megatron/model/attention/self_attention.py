@@ -14,8 +14,8 @@ from megatron import mpu
 from megatron.geometry import HeadGeometry, QKVLayout
 from megatron.model.attention.cache import LayerKVCache, key_heads_per_partition
 from megatron.model.attention.core import AttentionRequest, select_kernel
+from megatron.model.attention.kv_replicas import own_heads
 from megatron.model.attention.qk_norm import build_qk_norms
-from megatron.model.attention.qkv import split_qkv
 from megatron.model.init_functions import get_init_methods
 from megatron.model.linear import column_parallel, row_parallel
 from megatron.model.positional_embeddings import AliBi, ParallelRelativePositionBias
@@ -160,8 +160,8 @@ class ParallelSelfAttention(nn.Module):
         With a cache, the tokens continue the cached ones and are added to it. Under sequence_parallel, s of input
         and (unless parallel_output) output is this rank's part of the sequence.
         """
-        mixed, _ = self.query_key_value(hidden_states)  # [s, b, (n + 2m)·d]
-        q, k, v = split_qkv(mixed, self.partition, self.geometry.qkv_layout)
+        mixed, _ = self.query_key_value(hidden_states)  # [s, b, (n + 2m)·d of all ranks / p]
+        q, k, v = own_heads(mixed, self.geometry)
         q, k = self._normalise(q, k)
         offset = 0 if kv_cache is None else kv_cache.length
         q, k = self._rotate(q, k, offset)
@@ -209,7 +209,10 @@ class ParallelSelfAttention(nn.Module):
 
 
 def qkv_row_groups(geometry: HeadGeometry):
-    """Row blocks of the whole QKV weight that are split over ranks one by one, or None for a plain row split."""
+    """Row blocks of the whole QKV weight that are split over ranks one by one, or None for a plain row split.
+
+    With fewer key/value heads than ranks, the ranks that share a head have a piece of its rows each: `own_heads`.
+    """
     if geometry.qkv_layout is QKVLayout.PER_RANK:
         return [geometry.query_hidden_size, geometry.kv_hidden_size, geometry.kv_hidden_size]
     return None
