@@ -5,8 +5,7 @@ Every number is for the whole model, however it is split over ranks.
 
 from typing import List, Tuple
 
-from megatron import mpu
-from megatron.model.attention.cache import key_heads_per_partition
+from megatron.model.attention.cache import layer_cache_bytes
 
 _NORM_VECTORS = {"layernorm": 2, "rmsnorm": 1, "non_parametric_layernorm": 0}
 """Parameter vectors of each norm; scalenorm has a single number instead."""
@@ -44,15 +43,20 @@ def flops_per_token(neox_args, seq_length: int | None = None) -> float:
     return total
 
 
+def kv_cache_bytes(neox_args, batch_size: int, tokens: int) -> int:
+    """Bytes of the KV caches of all layers on all ranks for `batch_size` texts of `tokens` tokens, as allocated.
+
+    In kv_cache_dtype, scales included. A layer with a window keeps no more tokens than that. Key/value heads that
+    are replicated over model_parallel_size ranks are cached on each of them.
+    """
+    ranks = neox_args.model_parallel_size
+    layers = range(neox_args.num_layers)
+    return ranks * sum(layer_cache_bytes(neox_args, number, ranks, batch_size, tokens) for number in layers)
+
+
 def kv_cache_bytes_per_token(neox_args) -> int:
-    """Bytes that one token of one sequence takes in the KV caches of all layers, in params_dtype."""
-    bytes_per_number = neox_args.params_dtype.itemsize
-    total = 0
-    for number in range(neox_args.num_layers):
-        geometry = neox_args.head_geometry(number)
-        key_heads = key_heads_per_partition(neox_args, number) * mpu.get_model_parallel_world_size()
-        total += (key_heads + geometry.num_kv_heads) * geometry.head_dim * bytes_per_number
-    return total
+    """Bytes that one token of one text takes in the KV caches, as long as it is within the windows of all layers."""
+    return kv_cache_bytes(neox_args, batch_size=1, tokens=1)
 
 
 def geometry_table(neox_args) -> str:
@@ -70,6 +74,7 @@ def _geometry_rows(neox_args) -> List[Tuple[str, str]]:
     hidden, query, qkv = geometry.hidden_size, geometry.query_hidden_size, geometry.qkv_hidden_size
     rotary = f"{geometry.rotary_ndims} of {geometry.head_dim}" if geometry.rotary_ndims else "none"
     ratio = "= hidden_size" if geometry.matches_hidden else f"{query / hidden:.3g} x hidden_size"
+    cache_dtype = neox_args.kv_cache_dtype or neox_args.precision
     return [
         ("layers", str(neox_args.num_layers)),
         ("hidden_size", str(hidden)),
@@ -83,7 +88,7 @@ def _geometry_rows(neox_args) -> List[Tuple[str, str]]:
         ("MLP width", str(neox_args.mlp_geometry().ffn_hidden_size)),
         ("rotary dimensions", rotary),
         ("softmax scale", f"{neox_args.attention_scale():.6g}"),
-        ("KV cache per token", f"{kv_cache_bytes_per_token(neox_args):,} bytes ({neox_args.precision})"),
+        ("KV cache per token", f"{kv_cache_bytes_per_token(neox_args):,} bytes ({cache_dtype})"),
         ("parameters", f"{num_parameters(neox_args):,}"),
         ("FLOPs per token", f"{flops_per_token(neox_args):.4g} (forward + backward)"),
     ]

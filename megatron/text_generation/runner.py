@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megatron import mpu
+from megatron.errors import ConfigError
 from megatron.model.attention.cache import KVCache
 from megatron.model.gpt2_model import FIRST_TRANSFORMER_LAYER
 
@@ -44,7 +45,9 @@ class InferenceRunner:
         """Forget every earlier prompt and make room for `max_tokens` tokens in each of `batch_size` rows.
 
         A cache that is large enough is kept and emptied, so a list of prompts allocates once.
+        Raises ConfigError for settings of the cache when there is to be none.
         """
+        check_cache_settings(self.neox_args, use_cache)
         if not use_cache:
             self.cache, self._cache_size = None, (0, 0)
             return
@@ -61,17 +64,30 @@ class InferenceRunner:
         """Feed tokens [b, s] at position_ids [b, s]; logits [b, padded vocabulary] after the last of them.
 
         All ranks call it together; it returns None except on the last pipeline stage. Without a cache the tokens
-        must be the whole sequence so far, with one they follow what was fed since `start`.
+        must be the whole sequence so far, with one they follow what was fed since `start`, and more than
+        prefill_chunk_size of them are run in pieces.
         """
+        length = tokens.shape[1]
+        size = length if self.cache is None else self.neox_args.prefill_chunk_size or length
+        for start in range(0, length, size):
+            piece = slice(start, start + size)
+            hidden = self._run(tokens[:, piece], position_ids[:, piece], wants_logits=start + size >= length)
+        return self._whole_vocabulary(hidden.squeeze(1)) if self.is_last_stage else None
+
+    def _run(self, tokens: torch.Tensor, position_ids: torch.Tensor, wants_logits: bool) -> torch.Tensor:
+        """This stage's layers over one piece of the text; only the caches matter when no logits are wanted."""
+        layers = self.layers if wants_logits else [layer for layer in self.layers if layer[0] < self.swap_back]
+        if not layers:
+            return tokens
         hidden = (tokens, position_ids) if self.stage == 0 else self._receive(tokens)
-        for index, layer in self.layers:
+        for index, layer in layers:
             hidden = layer(hidden, **self._cache_argument(index))
             if index == self.swap_back:
                 hidden = hidden[:, -1:]  # [b, s, h] -> [b, 1, h]: only the last position needs the head
-        if not self.is_last_stage:
+        next_layer = self.layers[-1][0] + 1
+        if not self.is_last_stage and (wants_logits or next_layer < self.swap_back):
             dist.send(hidden.contiguous(), self.stages[self.stage + 1])
-            return None
-        return self._whole_vocabulary(hidden.squeeze(1))
+        return hidden
 
     def share_tokens(self, chosen: Optional[torch.Tensor], batch_size: int) -> torch.Tensor:
         """Give every rank the tokens [b] that the drawing rank chose; the others pass None."""
@@ -126,6 +142,20 @@ class InferenceRunner:
         if len(self.stages) > 1:
             dist.broadcast(tensor, self.stages[-1], group=mpu.get_pipe_parallel_group())
         return tensor
+
+
+def check_cache_settings(neox_args, use_cache: bool) -> None:
+    """Raises ConfigError for settings that only mean something with a KV cache when there is none."""
+    if use_cache:
+        return
+    settings = {name: getattr(neox_args, name) for name in ("kv_cache_dtype", "prefill_chunk_size")}
+    problems = [
+        f"{name}={value} acts on the key/value cache, and recompute=True generates without one; remove one of the two"
+        for name, value in settings.items()
+        if value is not None
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _pipeline_ranks() -> List[int]:

@@ -1,29 +1,54 @@
 """The key/value cache of generation: allocated once, sized from the geometry, filled in place.
 
-Batches of prompts of unequal length are the generator's business; the cache is rectangular and causal by position.
+A layer with a window keeps no more tokens than a query can see. Batches of prompts of unequal length are the
+generator's business; the cache is rectangular and causal by position.
 """
 
-from typing import Iterable, Tuple
+from typing import Iterable, Optional, Tuple
 
 import torch
 
 from megatron import mpu
 from megatron.geometry import HeadGeometry
+from megatron.model.attention.cache_formats import TokenRing, bytes_per_head, cache_format
 
 
-def key_heads_per_partition(neox_args, layer_number: int = 0) -> int:
-    """Heads in this rank's cached keys.
+def cached_key_heads(neox_args, layer_number: int, partition: HeadGeometry) -> int:
+    """Heads in the cached keys of one rank, whose share of the layer's geometry is `partition`.
 
     The joint qk-layernorm has a scale per *query* head, so with grouped queries one kv head's keys differ from query
     head to query head after it, and all of them are cached. Otherwise the keys are those of the kv heads.
     """
-    geometry = neox_args.head_geometry(layer_number).shard(mpu.get_model_parallel_world_size())
     joint = neox_args.layer_attention(layer_number).qk_norm == "joint"
-    return geometry.num_attention_heads if joint else geometry.num_kv_heads
+    return partition.num_attention_heads if joint else partition.num_kv_heads
+
+
+def key_heads_per_partition(neox_args, layer_number: int = 0) -> int:
+    """Heads in this rank's cached keys: see cached_key_heads."""
+    partition = neox_args.head_geometry(layer_number).shard(mpu.get_model_parallel_world_size())
+    return cached_key_heads(neox_args, layer_number, partition)
+
+
+def cached_tokens(max_tokens: int, window: Optional[int]) -> int:
+    """Tokens that a layer keeps of a text of max_tokens: with a window, the query itself and those it can see."""
+    return max_tokens if window is None else min(max_tokens, window + 1)
+
+
+def layer_cache_bytes(neox_args, layer_number: int, model_parallel_size: int, batch_size: int, max_tokens: int) -> int:
+    """Bytes of one layer's cache on one of model_parallel_size ranks."""
+    partition = neox_args.head_geometry(layer_number).shard(model_parallel_size)
+    heads = cached_key_heads(neox_args, layer_number, partition) + partition.num_kv_heads
+    form = cache_format(neox_args.kv_cache_dtype, neox_args.params_dtype)
+    tokens = cached_tokens(max_tokens, neox_args.layer_attention(layer_number).window)
+    return tokens * batch_size * heads * bytes_per_head(form, partition.head_dim)
 
 
 class LayerKVCache:
-    """Keys (after norm and rotation) and values of one layer on one rank."""
+    """Keys (after norm and rotation) and values of one layer on one rank.
+
+    What `append` returns went through the cache's number format, the new tokens too, so that a result does not depend
+    on the pieces in which the tokens came.
+    """
 
     def __init__(
         self,
@@ -33,34 +58,59 @@ class LayerKVCache:
         dtype: torch.dtype,
         device: torch.device,
         key_heads: int,
+        window: Optional[int] = None,
+        kv_cache_dtype: Optional[str] = None,
     ):
-        """geometry is this rank's share. Allocates k [t, b, m', d] and v [t, b, m, d] for t = max_tokens."""
+        """geometry is this rank's share, dtype that of the model, window in tokens beside the query itself.
+
+        Allocates k [t, b, m', d] and v [t, b, m, d] for t = cached_tokens(max_tokens, window).
+        """
         self.max_tokens = max_tokens
+        self.window = window
         self.length = 0
-        self._k = torch.empty(max_tokens, batch_size, key_heads, geometry.head_dim, dtype=dtype, device=device)
-        self._v = self._k.new_empty(max_tokens, batch_size, geometry.num_kv_heads, geometry.head_dim)
+        self.oldest = 0
+        self._capacity = cached_tokens(max_tokens, window)
+        form = cache_format(kv_cache_dtype, dtype)
+        self._k, self._v = (
+            TokenRing(form, self._capacity, (batch_size, heads, geometry.head_dim), device)
+            for heads in (key_heads, geometry.num_kv_heads)
+        )
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-        """Store k [s, b, m', d] and v [s, b, m, d] behind what is there; return all keys and values so far.
+        """Store k [s, b, m', d] and v [s, b, m, d] behind what is there; return every key and value a query may see.
+
+        Returned are all tokens so far; or, with a window, those that one of the s queries sees, so query i stands
+        behind i + t - s of the t returned. They are in order but for one case: a single token in a full window, whose
+        query sees all of them. Then the oldest is at index `oldest` and the others follow in a circle. What is
+        returned may be a view of the cache, good until the next call.
 
         Raises ValueError when they do not fit, or have another batch size or number of heads than the cache.
         """
-        end = self.length + k.shape[0]
+        start, end = self.length, self.length + k.shape[0]
+        self._check(k, v, end)
+        self.length, self.oldest = end, 0
+        if end <= self._capacity:
+            return self._k.put(start, k), self._v.put(start, v)
+        if k.shape[0] == 1:  # overwrites the one token that its query cannot see
+            self.oldest = end % self._capacity
+            return self._k.put(start, k), self._v.put(start, v)
+        first_seen = max(0, start - self.window)
+        return self._k.extend(first_seen, start, k), self._v.extend(first_seen, start, v)
+
+    def _check(self, k: torch.Tensor, v: torch.Tensor, end: int) -> None:
         if end > self.max_tokens:
             raise ValueError(f"the KV cache holds max_tokens={self.max_tokens} tokens and was given {end}")
-        if k.shape[1:] != self._k.shape[1:] or v.shape[1:] != self._v.shape[1:]:
+        if k.shape[0] != v.shape[0]:
+            raise ValueError(f"the KV cache was given {k.shape[0]} tokens of keys and {v.shape[0]} of values")
+        if tuple(k.shape[1:]) != self._k.shape or tuple(v.shape[1:]) != self._v.shape:
             raise ValueError(
-                f"the KV cache was made for k {tuple(self._k.shape[1:])} and v {tuple(self._v.shape[1:])} "
-                f"[batch, heads, head_dim] and was given {tuple(k.shape[1:])} and {tuple(v.shape[1:])}"
+                f"the KV cache was made for k {self._k.shape} and v {self._v.shape} [batch, heads, head_dim] and was "
+                f"given {tuple(k.shape[1:])} and {tuple(v.shape[1:])}"
             )
-        self._k[self.length : end] = k
-        self._v[self.length : end] = v
-        self.length = end
-        return self._k[:end], self._v[:end]
 
     def reset(self) -> None:
         """Forget the tokens, keep the memory."""
-        self.length = 0
+        self.length = self.oldest = 0
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +122,7 @@ class KVCache:
     """One LayerKVCache for each transformer layer of this rank's pipeline stage, by layer number (0-based)."""
 
     def __init__(self, neox_args, layer_numbers: Iterable[int], batch_size: int, max_tokens: int):
-        """Allocates for this rank, in params_dtype on the current device."""
+        """Allocates for this rank, as kv_cache_dtype (default params_dtype) on the current device."""
         world_size = mpu.get_model_parallel_world_size()
         self._layers = {
             number: LayerKVCache(
@@ -82,6 +132,8 @@ class KVCache:
                 neox_args.params_dtype,
                 mpu.current_device(),
                 key_heads_per_partition(neox_args, number),
+                neox_args.layer_attention(number).window,
+                neox_args.kv_cache_dtype,
             )
             for number in layer_numbers
         }
@@ -91,7 +143,7 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Tokens stored, the same in every layer between two steps; 0 without layers."""
+        """Tokens fed so far, the same in every layer between two steps; 0 without layers."""
         return next((layer.length for layer in self._layers.values()), 0)
 
     @property

@@ -165,9 +165,11 @@ class ParallelSelfAttention(nn.Module):
         q, k = self._normalise(q, k)
         offset = 0 if kv_cache is None else kv_cache.length
         q, k = self._rotate(q, k, offset)
+        oldest_key = 0
         if kv_cache is not None:
-            k, v = kv_cache.append(k, v)  # [t, b, m, d]
-        context = self._attend(q, k, v, offset)
+            k, v = kv_cache.append(k, v)  # [t, b, m, d]: the tokens that these queries can see
+            oldest_key = kv_cache.oldest
+        context = self._attend(q, k, v, oldest_key)
         return self.dense(context.flatten(2))  # [s, b, n·d] -> [s, b, h]
 
     def _normalise(self, q: torch.Tensor, k: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -184,7 +186,8 @@ class ParallelSelfAttention(nn.Module):
             return q, k
         return self.rotary_emb(q, offset), self.rotary_emb(k, offset)
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offset: int) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, oldest_key: int) -> torch.Tensor:
+        offset = k.shape[0] - q.shape[0]  # in keys; the position in the text may be further on
         return self.kernel.attend(
             q,
             k,
@@ -193,19 +196,22 @@ class ParallelSelfAttention(nn.Module):
             causal_offset=offset,
             window=self.function.window,
             softcap=self.function.logit_softcap,
-            bias=self._score_bias(q.shape[0], k.shape[0], offset, q.device),
+            bias=self._score_bias(q.shape[0], k.shape[0], offset, oldest_key, q.device),
             dropout_p=self.dropout_p,
             training=self.training,
             softmax_in_fp32=self.attention_softmax_in_fp32,
             score_divisor=self.score_divisor,
         )
 
-    def _score_bias(self, query_tokens, key_tokens, offset, device) -> Optional[torch.Tensor]:
+    def _score_bias(self, query_tokens, key_tokens, offset, oldest_key, device) -> Optional[torch.Tensor]:
+        """[n, s, t]; the first of the keys by position is at index oldest_key, see LayerKVCache.append."""
         if self.pos_emb == "alibi":
-            return self.alibi_embed(query_tokens, key_tokens, offset, device)
-        if self.rpe is not None:
-            return self.rpe(query_tokens, key_tokens, offset, device)
-        return None
+            bias = self.alibi_embed(query_tokens, key_tokens, offset, device)
+        elif self.rpe is not None:
+            bias = self.rpe(query_tokens, key_tokens, offset, device)
+        else:
+            return None
+        return bias.roll(oldest_key, dims=-1) if oldest_key else bias
 
 
 def qkv_row_groups(geometry: HeadGeometry):
