@@ -12,7 +12,8 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True)
 class RotarySettings:
-    """What a rotary table is made from. `positions`: how many are provided for (seq_length)."""
+    """What a rotary table is made from. `positions`: how many there are (seq_length); those beyond are refused, with a
+    scaling too: a text may be as long as seq_length says, and max_position_embeddings bounds that."""
 
     ndims: int
     base: float
@@ -59,10 +60,23 @@ def of_layer_type(value: Any, layer_type: str) -> Any:
     return value.get(layer_type) if is_by_layer_type(value) else value
 
 
+def rope_scaling_of_layer_type(args: Any, ndims: int, layer_type: str) -> Optional[RopeScaling]:
+    """The scaling of the layers of one type. Raises ConfigError with every problem of its mapping."""
+    by_type = is_by_layer_type(args.rope_scaling)
+    return parse_rope_scaling(
+        of_layer_type(args.rope_scaling, layer_type),
+        ndims,
+        args.max_position_embeddings,
+        base=of_layer_type(args.rotary_emb_base, layer_type),
+        rotary_pct=args.rotary_pct,
+        name=f"rope_scaling.{layer_type}" if by_type else "rope_scaling",
+    )
+
+
 def _rotary(args: Any, ndims: int, layer_type: str) -> RotarySettings:
     return RotarySettings(
         ndims=ndims,
         base=float(of_layer_type(args.rotary_emb_base, layer_type)),
         positions=args.seq_length,
-        scaling=parse_rope_scaling(of_layer_type(args.rope_scaling, layer_type), ndims, args.max_position_embeddings),
+        scaling=rope_scaling_of_layer_type(args, ndims, layer_type),
     )

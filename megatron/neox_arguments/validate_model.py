@@ -4,8 +4,7 @@ from typing import Any, Iterable, Iterator
 
 from megatron.errors import ConfigError
 from megatron.neox_arguments.derive import MAX_LAYERS
-from megatron.neox_arguments.layer_attention import LAYER_TYPES, is_by_layer_type, of_layer_type
-from megatron.neox_arguments.rope_scaling import parse_rope_scaling
+from megatron.neox_arguments.layer_attention import LAYER_TYPES, is_by_layer_type, rope_scaling_of_layer_type
 from megatron.neox_arguments.support import ATTENTION_KINDS, BUILT_ATTENTION_KINDS
 from megatron.neox_arguments.widths import head_geometry, mlp_geometry
 
@@ -104,24 +103,41 @@ def _layer_types(settings: Any) -> Iterator[str]:
 
 def _rotary(settings: Any) -> Iterator[str]:
     types = dict.fromkeys(layer_type for layer_type in settings.layer_types if layer_type in LAYER_TYPES)
-    yield from _rotary_bases(settings.rotary_emb_base, types)
+    odd_bases = list(_rotary_bases(settings.rotary_emb_base, types))
+    yield from odd_bases
     scaling = settings.rope_scaling
     if scaling is None:
         return
     if settings.pos_emb != "rotary":
         yield f"rope_scaling={scaling} is only used with pos_emb=rotary, not {settings.pos_emb}; remove it"
         return
-    if list(_required(settings)) or list(_head_widths(settings)):
+    if odd_bases or list(_required(settings)) or list(_head_widths(settings)):
         return  # reported already
-    for layer_type in types:
+    if not is_by_layer_type(scaling) and set(scaling) & set(LAYER_TYPES):
+        yield (
+            f"rope_scaling={scaling} names layer types beside other keys; map {' and '.join(LAYER_TYPES)} to a scaling "
+            "each, and nothing else"
+        )
+        return
+    yield from _rotary_scalings(settings, list(scaling) if is_by_layer_type(scaling) else types)
+
+
+def _rotary_scalings(settings: Any, layer_types: Iterable[str]) -> Iterator[str]:
+    ndims, problems = head_geometry(settings).rotary_ndims, {}
+    for layer_type in layer_types:
         try:
-            parse_rope_scaling(
-                of_layer_type(scaling, layer_type),
-                head_geometry(settings).rotary_ndims,
-                settings.max_position_embeddings,
-            )
+            scaling = rope_scaling_of_layer_type(settings, ndims, layer_type)
         except ConfigError as error:
-            yield from error.problems
+            problems.update(dict.fromkeys(error.problems))  # one scaling for all types is wrong once
+            continue
+        threshold = None if scaling is None else scaling.length_threshold
+        if settings.prefill_chunk_size and threshold is not None and threshold < settings.seq_length:
+            problems[
+                f"prefill_chunk_size={settings.prefill_chunk_size} with rope_scaling of type {scaling.rope_type}: the "
+                f"pieces of a prompt beyond {threshold} tokens would be rotated by different frequencies; remove "
+                "prefill_chunk_size"
+            ] = None
+    yield from problems
 
 
 def _rotary_bases(bases: Any, layer_types: Iterable[str]) -> Iterator[str]:
@@ -171,13 +187,22 @@ def _blocks(settings: Any) -> Iterator[str]:
             "add_qkv_bias=True: use_bias_in_attn_linear=True gives QKV and output projection a bias already; set it to "
             "false for a bias in QKV only, or remove add_qkv_bias"
         )
+    if settings.fp16_lm_cross_entropy and settings.precision != "fp16":
+        yield f"fp16_lm_cross_entropy=True needs precision=fp16, not {settings.precision}"
+
+
+def _qk_norm(settings: Any) -> Iterator[str]:
     if settings.use_qk_layernorm and settings.qk_norm_type not in (None, "joint"):
         yield (
             f"qk_norm_type={settings.qk_norm_type} and use_qk_layernorm=True, which means joint, contradict each "
             "other; remove use_qk_layernorm"
         )
-    if settings.fp16_lm_cross_entropy and settings.precision != "fp16":
-        yield f"fp16_lm_cross_entropy=True needs precision=fp16, not {settings.precision}"
+    over_all_heads = ("layernorm", "rmsnorm", "non_parametric_layernorm")
+    if settings.qk_norm_type == "full_width" and settings.norm not in over_all_heads:
+        yield (
+            f"qk_norm_type=full_width: norm={settings.norm} has no form whose statistics span the heads of all ranks; "
+            f"use norm {', '.join(over_all_heads)}, or qk_norm_type per_head"
+        )
 
 
-CHECKS = (_required, _head_widths, _mlp_width, _attention_kinds, _layer_types, _rotary, _positions, _blocks)
+CHECKS = (_required, _head_widths, _mlp_width, _attention_kinds, _layer_types, _rotary, _positions, _blocks, _qk_norm)
