@@ -4,13 +4,12 @@ Letters: s tokens, b batch, n query heads, m key heads (of this rank), d head_di
 """
 
 from functools import partial
-from typing import Dict
+from typing import Dict, Optional
 
 import torch
 from torch import nn
 
 from megatron import mpu
-from megatron.errors import ConfigError
 from megatron.geometry import HeadGeometry
 from megatron.model.norms import LayerNorm, NonParametricLayernorm, Norm, RMSNorm, ScaleNorm, get_norm, wide_dtype
 
@@ -18,17 +17,15 @@ from megatron.model.norms import LayerNorm, NonParametricLayernorm, Norm, RMSNor
 def build_qk_norms(neox_args, qk_norm: str, geometry: HeadGeometry) -> Dict[str, nn.Module]:
     """The norm modules of one layer by the names that they have inside `attention`. geometry: the whole layer's.
 
-    joint: {"qk_layernorm"}, for both; else {"q_layernorm", "k_layernorm"}. Raises ConfigError for a kind of norm
-    that has no such form.
+    joint: {"qk_layernorm"}, for both; else {"q_layernorm", "k_layernorm"}.
     """
-    partition = geometry.shard(mpu.get_model_parallel_world_size())
     if qk_norm == "joint":
-        return {"qk_layernorm": _joint(neox_args, partition)}
+        return {"qk_layernorm": _joint(neox_args, geometry.shard(mpu.get_model_parallel_world_size()))}
     if qk_norm == "per_head":
         norm, eps = get_norm(neox_args)
         # The weights serve all heads, of which each rank sees its own.
         return {name: norm(geometry.head_dim, eps, True) for name in ("q_layernorm", "k_layernorm")}
-    return _full_width(neox_args, partition)
+    return _full_width(neox_args, geometry)
 
 
 def _joint(neox_args, partition: HeadGeometry) -> nn.Module:
@@ -43,25 +40,34 @@ def _joint(neox_args, partition: HeadGeometry) -> nn.Module:
     return module
 
 
-def _full_width(neox_args, partition: HeadGeometry) -> Dict[str, nn.Module]:
-    """OLMo 2's: a norm over all query heads and one over all key heads, each rank with the weights of its heads."""
-    kind = _FULL_WIDTH.get(neox_args.norm)
-    if kind is None:
-        raise ConfigError(f"norm={neox_args.norm} has no form over all heads, which qk_norm_type=full_width needs")
+def _full_width(neox_args, geometry: HeadGeometry) -> Dict[str, nn.Module]:
+    """OLMo 2's: a norm over all query heads and one over all key heads, each rank with its share of the weights."""
+    kind = _FULL_WIDTH[neox_args.norm]  # others are refused with the config
     if neox_args.zero_centered_gamma:
         kind = partial(kind, zero_centered=True)
     _, eps = get_norm(neox_args)
-    norms = {
-        "q_layernorm": kind(partition.query_hidden_size, eps),
-        "k_layernorm": kind(partition.kv_hidden_size, eps),
-    }
-    for parameter in (parameter for norm in norms.values() for parameter in norm.parameters()):
-        mpu.mark_model_parallel(parameter, 0)
+    widths = {"q_layernorm": geometry.query_hidden_size, "k_layernorm": geometry.kv_hidden_size}
+    norms = {name: kind(width, eps) for name, width in widths.items()}
+    norms["k_layernorm"].key_geometry = geometry
+    for name, width in widths.items():
+        for parameter in norms[name].parameters():
+            _keep_share(parameter, width)
     return norms
 
 
+def _keep_share(parameter: nn.Parameter, width: int) -> None:
+    ranks = mpu.get_model_parallel_world_size()
+    parameter.data = mpu.shard(parameter.data, 0, mpu.get_model_parallel_rank(), ranks, [width])
+    mpu.mark_model_parallel(parameter, 0, [width])
+
+
 class _AllHeads(Norm):
-    """Makes a norm of one rank's heads, [s, b, n, d], one of the heads of all ranks together."""
+    """Makes a norm of one rank's heads, [s, b, n, d], one of the heads of all ranks together.
+
+    key_geometry: the whole layer's, for the norm of the keys, whose heads several ranks can share.
+    """
+
+    key_geometry: Optional[HeadGeometry] = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._of_row(x.flatten(-2)).unflatten(-1, x.shape[-2:])  # as [s, b, n·d]
@@ -69,8 +75,11 @@ class _AllHeads(Norm):
     def _of_row(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
+    def _in_use(self, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter if self.key_geometry is None else mpu.gather_kv_head(parameter, self.key_geometry, 0)
+
     def _mean(self, values: torch.Tensor) -> torch.Tensor:
-        """The mean of the ranks' means: each has as many heads, and a head that several have counts on each of them.
+        """The mean of the ranks' means: all have as many heads, and all heads are on as many ranks.
 
         All ranks use the mean, so their gradients of it are summed too.
         """
