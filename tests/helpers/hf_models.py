@@ -141,7 +141,7 @@ def phi3() -> Family:
     )
     scaling = {**rope, "original_max_position_embeddings": 8}
     settings = dict(rope_scaling=scaling, rotary_pct=0.4)
-    return _build("Phi3", config, settings, essential=("rope_scaling", "rotary_pct"))
+    return _build("Phi3", config, settings, essential=("rope_scaling",))
 
 
 _GEMMA = dict(tie_word_embeddings=True, hidden_activation="gelu_pytorch_tanh")

@@ -62,7 +62,7 @@ def test_no_setting_is_idle(name):
     family, logits, _, _ = _theirs(name)
     without = {key: None for key in family.essential}
     without.update(activation="geglu", zero_centered_gamma=False, norm_placement="pre", add_qkv_bias=False)
-    without.update(rotary_emb_base=10000, rotary_pct=0.8)
+    without.update(rotary_emb_base=10000)
     for key in family.essential:
         try:
             apart = _apart(family, logits, **{key: without[key]})
