@@ -92,9 +92,9 @@ class Shards:
             return _sum(shards)
         if rule.dim is None:
             return self._agreed(index, name, shards)
-        if len({(shard.shape, shard.dtype) for shard in shards}) > 1:
+        if not _fit_together(shards, rule):
             raise CheckpointError(f"layer {index} {name}: the ranks' shards have different shapes or dtypes")
-        self._check_size(index, name, rule, shards[0].shape[rule.dim] * len(shards))
+        self._check_size(index, name, rule, sum(shard.shape[rule.dim] for shard in shards))
         return mpu.unshard(shards, rule.dim, rule.groups)
 
     def piece(self, index: int, name: str, whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
@@ -111,8 +111,7 @@ class Shards:
             return whole
         size = whole.shape[rule.dim]
         self._check_size(index, name, rule, size)
-        if any(block % ranks for block in rule.groups or [size]):
-            raise CheckpointError(f"layer {index} {name}: {size} does not split over model_parallel_size={ranks}")
+        self._check_ranks(index, name, rule, size, ranks)
         return mpu.shard(whole, rule.dim, rank, ranks, rule.groups)
 
     def split(self, index: int, name: str, whole: torch.Tensor, ranks: int) -> List[torch.Tensor]:
@@ -127,6 +126,16 @@ class Shards:
                 "config that the checkpoint was made with"
             )
 
+    def _check_ranks(self, index: int, name: str, rule: Split, size: int, ranks: int) -> None:
+        """Rows of heads may be dealt out unevenly, where ranks share a head; others not."""
+        if _QKV.fullmatch(name) or _QK_NORM.fullmatch(name):
+            problems = self.neox_args.head_geometry(index - FIRST_TRANSFORMER_LAYER).shard_problems(ranks)
+        else:
+            uneven = any(block % ranks for block in rule.groups or [size])
+            problems = [f"{size} does not split over model_parallel_size={ranks}"] if uneven else []
+        if problems:
+            raise CheckpointError(f"layer {index} {name}: {'; '.join(problems)}")
+
     def _agreed(self, index: int, name: str, copies: List[torch.Tensor]) -> torch.Tensor:
         if all(torch.equal(copies[0], copy) for copy in copies[1:]):
             return copies[0]
@@ -140,6 +149,16 @@ class Shards:
             f"{apart:.3g}; if they drifted apart in training, `python tools/ckpts/reshard.py --average-replicas` "
             "takes their mean"
         )
+
+
+def _fit_together(shards: List[torch.Tensor], rule: Split) -> bool:
+    """Of one dtype and shape, but for a row more or less where a block of `rule.groups` does not divide."""
+    sizes = [shard.shape[rule.dim] for shard in shards]
+    others = {(shard.shape[: rule.dim], shard.shape[rule.dim + 1 :], shard.dtype) for shard in shards}
+    wanted = [sizes[0]] * len(shards)
+    if rule.groups is not None and sum(rule.groups) == sum(sizes):
+        wanted = [sum(mpu.share_sizes(rule.groups, rank, len(shards))) for rank in range(len(shards))]
+    return len(others) == 1 and sizes == wanted
 
 
 def _sum(terms: List[torch.Tensor]) -> torch.Tensor:

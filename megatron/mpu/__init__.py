@@ -34,7 +34,7 @@ from megatron.mpu.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.mpu.random import checkpoint, get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-from megatron.mpu.utils import current_device, divide, shard, unshard
+from megatron.mpu.utils import current_device, divide, shard, share_sizes, unshard
 
 __all__ = [
     "ColumnParallelLinear",
@@ -73,6 +73,7 @@ __all__ = [
     "scatter_to_model_parallel_region",
     "scatter_to_sequence_parallel_region",
     "shard",
+    "share_sizes",
     "unshard",
     "vocab_parallel_cross_entropy",
 ]

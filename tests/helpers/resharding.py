@@ -9,7 +9,7 @@ import torch
 from megatron.checkpointing.reader import layer_file
 from megatron.model.gpt2_model import build_model
 from tests.helpers.configs import tiny_values
-from tests.helpers.geometries import GQA_TP4, MHA_TP4, QUOTIENT
+from tests.helpers.geometries import GQA_TP4, MHA_TP4, NARROW, QUOTIENT
 
 SWIGLU = dict(activation="swiglu", ffn_hidden_size=44, use_bias_in_mlp=True)
 RMS = dict(norm="rmsnorm")
@@ -23,6 +23,8 @@ VARIANTS = {
     "gqa rpe": dict(**GQA_TP4, pos_emb="rpe"),
     "mha alibi scalenorm": dict(**MHA_TP4, pos_emb="alibi", norm="scalenorm", use_qk_layernorm=True),
     "mha sinusoidal gpt_j gated": dict(**MHA_TP4, **SWIGLU, pos_emb="sinusoidal", gpt_j_residual=True),
+    "gqa shared kv": dict(**NARROW, **SWIGLU, **RMS),
+    "mqa shared kv, uneven": dict(hidden_size=40, num_attention_heads=4, num_kv_heads=1, head_dim=10, rotary_pct=0.4),
     "gqa frequencies": dict(**GQA_TP4, rotary_save_freqs_buffer=True, gpt_j_residual=True),
 }
 DEPENDS_ON_RANKS = ("mha gated qk layernorm",)

@@ -47,8 +47,9 @@ def test_nothing_is_overwritten(source, tmp_path, capsys):
 def test_sizes_that_do_not_divide(source, tmp_path, capsys):
     message = refusal(capsys, source, tmp_path / "out", 8)
     assert "num_attention_heads=12 does not divide by model_parallel_size=8" in message
-    assert "num_kv_heads=4 does not divide by model_parallel_size=8" in message
     assert "the MLP width 44 does not divide by model_parallel_size=8" in message
+    message = refusal(capsys, source, tmp_path / "out", 6)
+    assert "num_kv_heads=4 does not divide by model_parallel_size=6" in message and "attention_heads" not in message
 
 
 def test_sources_that_are_none(tmp_path, capsys, source):

@@ -47,7 +47,7 @@ CASES = [
     (dict(fp16_lm_cross_entropy=True), ("fp16_lm_cross_entropy", "fp32")),
     # parallelism
     (dict(hidden_size=48, num_attention_heads=3, model_parallel_size=2), ("num_attention_heads=3", "size=2")),
-    (dict(num_kv_heads=1, model_parallel_size=2), ("num_kv_heads=1", "model_parallel_size=2")),
+    (dict(num_attention_heads=12, head_dim=8, num_kv_heads=4, model_parallel_size=6), ("num_kv_heads=4", "size=6")),
     (dict(ffn_hidden_size=95, model_parallel_size=2), ("95", "model_parallel_size=2")),
     (dict(padded_vocab_size=127, model_parallel_size=2), ("padded_vocab_size=127", "model_parallel_size=2")),
     (dict(pipe_parallel_size=3), ("pipe_parallel_size=3", "num_layers=2")),

@@ -105,16 +105,40 @@ def test_one_query_head_per_rank_is_still_grouped():
 @pytest.mark.parametrize(
     "numbers, ranks, named",
     [
-        (WIDE_NON_DIVISIBLE, 4, ["num_attention_heads=6", "num_kv_heads=2", "model_parallel_size=4"]),
-        (MQA, 5, ["num_kv_heads=1", "model_parallel_size=5"]),
-        (MHA_TP4, 3, ["num_attention_heads=4", "model_parallel_size=3"]),
+        (WIDE_NON_DIVISIBLE, 4, ["num_attention_heads=6", "model_parallel_size=4"]),
+        (MHA_TP4, 3, ["num_attention_heads=4", "model_parallel_size=3", "num_kv_heads=4"]),
+        (GQA_TP4, 6, ["num_kv_heads=4", "model_parallel_size=6"]),
+        (dict(hidden_size=88, num_attention_heads=12, num_kv_heads=6), 4, ["num_kv_heads=6", "model_parallel_size=4"]),
     ],
 )
 def test_heads_that_do_not_split_are_named(numbers, ranks, named):
-    with pytest.raises(ConfigError) as raised:
-        HeadGeometry.from_config(**numbers).shard(ranks)
-    for text in named:
-        assert text in str(raised.value)
+    geometry = HeadGeometry.from_config(**{"head_dim": 10, **numbers})
+    for refused in (geometry.shard, geometry.kv_replicas):
+        with pytest.raises(ConfigError) as raised:
+            refused(ranks)
+        for text in named:
+            assert text in str(raised.value)
+    assert ("num_attention_heads" in str(raised.value)) == bool(geometry.num_attention_heads % ranks)
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, ranks, own, replicas",
+    [
+        (12, 4, 4, 1, 1), (12, 4, 2, 2, 1), (12, 4, 12, 1, 3), (12, 2, 4, 1, 2), (12, 1, 6, 1, 6), (12, 3, 6, 1, 2),
+        (12, 12, 4, 3, 1), (12, 12, 12, 1, 1),
+    ],
+)  # fmt: skip
+def test_ranks_share_kv_heads_when_there_are_more_of_them(heads, kv_heads, ranks, own, replicas):
+    whole = HeadGeometry.from_config(88, heads, kv_heads, 10)
+    share = whole.shard(ranks)
+    assert (share.num_kv_heads, whole.kv_replicas(ranks)) == (own, replicas)
+    assert share.num_kv_heads * ranks == whole.num_kv_heads * replicas
+    assert share.qkv_hidden_size == 10 * (heads // ranks + 2 * own)
+    # The query heads of a rank are served by its own kv heads: `own` of them from rank * own // replicas.
+    for rank in range(ranks):
+        served = {head // whole.queries_per_kv for head in range(rank * heads // ranks, (rank + 1) * heads // ranks)}
+        first = rank * own // replicas
+        assert served == set(range(first, first + own))
 
 
 @pytest.mark.parametrize("name", ALL)

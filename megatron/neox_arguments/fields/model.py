@@ -48,7 +48,7 @@ class NeoXArgsModel:
     """Number of key/value heads, each shared by num_attention_heads / num_kv_heads query heads (grouped-query
     attention; 1 is multi-query). Null: as many as query heads. It also decides the order of the rows in a stored QKV
     weight: interleaved per head when equal to the query heads, [Q; K; V] when fewer. Must be a multiple of
-    `model_parallel_size`."""
+    `model_parallel_size` or divide it: then several tensor-parallel ranks compute with the same key/value head."""
 
     head_dim: Optional[int] = None
     """Width of one attention head, d. Null: hidden_size / num_attention_heads, which must then be whole. Set, it is
