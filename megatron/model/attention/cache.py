@@ -34,12 +34,18 @@ def cached_tokens(max_tokens: int, window: Optional[int]) -> int:
     return max_tokens if window is None else min(max_tokens, window + 1)
 
 
+def is_te_attention(neox_args) -> bool:
+    """Transformer Engine attends and keeps its own cache, of all tokens even under a window."""
+    return neox_args.te_mha or neox_args.te_fp8_mha
+
+
 def layer_cache_bytes(neox_args, layer_number: int, model_parallel_size: int, batch_size: int, max_tokens: int) -> int:
     """Bytes of one layer's cache on one of model_parallel_size ranks."""
     partition = neox_args.head_geometry(layer_number).shard(model_parallel_size)
     heads = cached_key_heads(neox_args, layer_number, partition) + partition.num_kv_heads
     form = cache_format(neox_args.kv_cache_dtype, neox_args.params_dtype)
-    tokens = cached_tokens(max_tokens, neox_args.layer_attention(layer_number).window)
+    window = None if is_te_attention(neox_args) else neox_args.layer_attention(layer_number).window
+    tokens = cached_tokens(max_tokens, window)
     return tokens * batch_size * heads * bytes_per_head(form, partition.head_dim)
 
 
@@ -123,20 +129,7 @@ class KVCache:
 
     def __init__(self, neox_args, layer_numbers: Iterable[int], batch_size: int, max_tokens: int):
         """Allocates for this rank, as kv_cache_dtype (default params_dtype) on the current device."""
-        world_size = mpu.get_model_parallel_world_size()
-        self._layers = {
-            number: LayerKVCache(
-                neox_args.head_geometry(number).shard(world_size),
-                batch_size,
-                max_tokens,
-                neox_args.params_dtype,
-                mpu.current_device(),
-                key_heads_per_partition(neox_args, number),
-                neox_args.layer_attention(number).window,
-                neox_args.kv_cache_dtype,
-            )
-            for number in layer_numbers
-        }
+        self._layers = {number: _layer_cache(neox_args, number, batch_size, max_tokens) for number in layer_numbers}
 
     def __getitem__(self, layer_number: int) -> LayerKVCache:
         return self._layers[layer_number]
@@ -155,3 +148,21 @@ class KVCache:
         """Forget the tokens of every layer, keep the memory."""
         for layer in self._layers.values():
             layer.reset()
+
+
+def _layer_cache(neox_args, number: int, batch_size: int, max_tokens: int):
+    """The cache of one layer: ours, or Transformer Engine's behind the same properties."""
+    if is_te_attention(neox_args):
+        from megatron.model.transformer_engine.inference import te_layer_cache
+
+        return te_layer_cache(neox_args, number, batch_size, max_tokens)
+    return LayerKVCache(
+        neox_args.head_geometry(number).shard(mpu.get_model_parallel_world_size()),
+        batch_size,
+        max_tokens,
+        neox_args.params_dtype,
+        mpu.current_device(),
+        key_heads_per_partition(neox_args, number),
+        neox_args.layer_attention(number).window,
+        neox_args.kv_cache_dtype,
+    )

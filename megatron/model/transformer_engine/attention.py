@@ -12,7 +12,7 @@ from megatron.geometry import HeadGeometry, QKVLayout
 from megatron.model.attention.qkv import pack_qkv, split_qkv
 from megatron.model.init_functions import get_init_methods
 from megatron.model.norms import get_norm
-from megatron.model.rotary import RotaryEmbedding
+from megatron.model.rotary import rotary_frequencies
 from megatron.model.transformer_engine import api
 from megatron.model.transformer_engine.extra_state import keep_extra_state_plain
 from megatron.model.transformer_engine.inference import TELayerCache
@@ -43,7 +43,7 @@ class TEMultiheadAttention(api.MultiheadAttention):
     ):
         geometry = neox_args.head_geometry(layer_number)
         function = neox_args.layer_attention(layer_number)
-        scale = _scale(function, geometry)
+        scale = _scale(function)
         super().__init__(**_arguments(neox_args, layer_number, geometry, function))
         self.geometry, self.function = geometry, function
         self.parallel_output = parallel_output
@@ -214,32 +214,19 @@ def _draw_grouped(init_method, geometry: HeadGeometry, tensor: torch.Tensor, gen
     return tensor.copy_(pack_qkv(q, k, v, QKVLayout.PER_GROUP).t())
 
 
-def _scale(function: LayerAttention, geometry: HeadGeometry) -> float:
-    """The softmax scale, which also takes yarn's and longrope's factor on cosine and sine.
+def _scale(function: LayerAttention) -> float:
+    """The softmax scale, and in it the square of yarn's and longrope's factor on cosine and sine.
 
-    The factor a is on q and on k, so the scores of rotated dimensions have a^2.
+    TE's rotary table holds angles, so the factor on q and on k goes to the scores. That is the same only where all
+    of a head is rotated; the config refuses the rest.
     """
     scaling = None if function.rotary is None else function.rotary.scaling
-    factor = 1.0 if scaling is None else scaling.attention_factor
-    if factor == 1.0:
-        return function.softmax_scale
-    if geometry.rotary_ndims != geometry.head_dim:
-        raise BackendError(
-            f"te_mha=True: rope_scaling multiplies the rotated dimensions by {factor:g}, which Transformer Engine's "
-            f"rotary table of angles cannot express with rotary_pct={geometry.rotary_ndims / geometry.head_dim:g}; "
-            "set te_mha: false"
-        )
-    return function.softmax_scale * factor**2
+    return function.softmax_scale * (1.0 if scaling is None else scaling.attention_factor**2)
 
 
 def rotary_angles(settings: RotarySettings) -> torch.Tensor:
-    """TE's rotary table: angles [seq_length, 1, 1, r] in fp32, twice r/2, for TE pairs dimension i with i + r/2.
-
-    Read off RotaryEmbedding by turning the unit vector of each pair's plane, so that there is one definition of the
-    frequencies; whole turns, which change nothing, are lost.
-    """
-    half = settings.ndims // 2
-    planes = torch.cat([torch.ones(half), torch.zeros(half)]).expand(settings.positions, 1, 1, -1)
-    cos, sin = RotaryEmbedding(settings)(planes).split(half, dim=-1)
-    angles = torch.atan2(sin, cos)
+    """TE's rotary table: angles [seq_length, 1, 1, r] in fp32, twice r/2, as TE pairs dimension i with i + r/2 too."""
+    inv_freq, _ = rotary_frequencies(settings)
+    positions = torch.arange(settings.positions, dtype=torch.float32, device="cpu")
+    angles = positions[:, None, None, None] * inv_freq
     return torch.cat([angles, angles], dim=-1)

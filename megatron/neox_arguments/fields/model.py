@@ -277,7 +277,11 @@ class NeoXArgsModel:
     """Use Transformer Engine's fused norm and MLP. Refused unless false: not built."""
 
     te_mha: bool = False
-    """Use Transformer Engine's attention block. Refused unless false: not built."""
+    """Let Transformer Engine (1.12 or 2.x, to be installed) do all of attention, projections included. It computes
+    the same function in every width, window, scale and bias, and starts from the same weights; in checkpoints they are
+    `attention.qkv` and `attention.proj`, the QKV rows grouped by key/value head. It picks its own kernel, so leave
+    `attention_config` out. Refused with it: pos_emb alibi and rpe, norms on queries and keys, fewer key/value heads
+    than `model_parallel_size`, `kv_cache_dtype`, and `attn_logit_softcap` where the installed version has none."""
 
     te_fp8_format: Literal["e4m3", "hybrid"] = "hybrid"
     """Number format of Transformer Engine's FP8. Refused unless default: not built."""
