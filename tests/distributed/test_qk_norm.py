@@ -28,9 +28,7 @@ CASES = {
     "full_width rmsnorm, shared keys, zero-centred": dict(RMS, **FULL, **SHARED, **CENTRED),
     "full_width rmsnorm, sequence parallel, one key head": dict(RMS, **FULL, **ONE, sequence_parallel=True),
     "full_width layernorm": dict(FULL),
-    "full_width layernorm, shared keys, QKV bias, checkpointed": dict(
-        FULL, **SHARED, **QKV_BIAS, **CENTRED, checkpoint_activations=True, checkpoint_num_layers=1
-    ),
+    "full_width layernorm, shared keys, QKV bias, zero-centred": dict(FULL, **SHARED, **QKV_BIAS, **CENTRED),
     "full_width non-parametric": dict(FULL, **SHARED, norm="non_parametric_layernorm"),
 }
 TRAINED = ("per_head rmsnorm, sequence parallel, zero-centred", "full_width rmsnorm, shared keys, zero-centred")

@@ -9,7 +9,7 @@ import torch
 from megatron.checkpointing.reader import layer_file
 from megatron.model.gpt2_model import build_model
 from tests.helpers.configs import tiny_values
-from tests.helpers.geometries import GQA_TP4, MHA_TP4, NARROW, QUOTIENT
+from tests.helpers.geometries import GQA_TP4, MHA_TP4, QUOTIENT
 
 SWIGLU = dict(activation="swiglu", ffn_hidden_size=44, use_bias_in_mlp=True)
 RMS = dict(norm="rmsnorm")
@@ -19,11 +19,13 @@ VARIANTS = {
     "mha gpt_j": dict(**QUOTIENT, gpt_j_residual=True, pos_emb="learned"),
     "gqa gated rms": dict(**GQA_TP4, **SWIGLU, **RMS, use_bias_in_attn_linear=False),
     "gqa qk rms tied": dict(**GQA_TP4, **RMS, use_qk_layernorm=True, no_weight_tying=False),
+    "gqa per_head": dict(**GQA_TP4, **RMS, qk_norm_type="per_head", zero_centered_gamma=True),
+    "gqa full_width": dict(**GQA_TP4, qk_norm_type="full_width", use_bias_in_attn_linear=False, add_qkv_bias=True),
     "mha gated qk layernorm": dict(**MHA_TP4, **SWIGLU, use_qk_layernorm=True),
     "gqa rpe": dict(**GQA_TP4, pos_emb="rpe"),
     "mha alibi scalenorm": dict(**MHA_TP4, pos_emb="alibi", norm="scalenorm", use_qk_layernorm=True),
     "mha sinusoidal gpt_j gated": dict(**MHA_TP4, **SWIGLU, pos_emb="sinusoidal", gpt_j_residual=True),
-    "gqa shared kv": dict(**NARROW, **SWIGLU, **RMS),
+    "gqa shared kv": dict(hidden_size=56, num_attention_heads=8, num_kv_heads=2, head_dim=12, **SWIGLU, **RMS),
     "mqa shared kv, uneven": dict(hidden_size=40, num_attention_heads=4, num_kv_heads=1, head_dim=10, rotary_pct=0.4),
     "gqa frequencies": dict(**GQA_TP4, rotary_save_freqs_buffer=True, gpt_j_residual=True),
 }
