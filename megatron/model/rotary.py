@@ -1,7 +1,7 @@
 """Rotary position embeddings (Su et al. 2021, RoFormer), and the scalings that stretch them to longer texts."""
 
 import math
-from typing import Optional, Tuple
+from typing import Optional, Tuple, Union
 from weakref import WeakValueDictionary
 
 import torch
@@ -12,7 +12,7 @@ from megatron.neox_arguments.layer_attention import RotarySettings
 from megatron.neox_arguments.rope_scaling import RopeScaling
 
 
-def rotary_inv_freq(rotary_ndims: int, base: float) -> torch.Tensor:
+def rotary_inv_freq(rotary_ndims: int, base: Union[float, torch.Tensor]) -> torch.Tensor:
     """Angular frequencies [r/2] in fp32: base^(-2i/r) (Su et al. 2021, RoFormer, section 3.2.2).
 
     The exponents run over the rotated dimensions r, not over head_dim.
@@ -32,7 +32,7 @@ def rotary_frequencies(settings: RotarySettings, length: Optional[int] = None) -
     return _SCALED[scaling.rope_type](scaling, settings.ndims, settings.base, length), scaling.attention_factor
 
 
-def _wavelengths(rotary_ndims: int, base: float) -> torch.Tensor:
+def _wavelengths(rotary_ndims: int, base: Union[float, torch.Tensor]) -> torch.Tensor:
     """base^(2i/r), [r/2] in fp32: the tokens in which pair i turns by one radian."""
     exponents = torch.arange(0, rotary_ndims, 2, dtype=torch.float32, device="cpu") / rotary_ndims
     return base**exponents
@@ -44,9 +44,13 @@ def _linear(scaling: RopeScaling, ndims: int, base: float, length: int) -> torch
 
 
 def _dynamic(scaling: RopeScaling, ndims: int, base: float, length: int) -> torch.Tensor:
-    """A larger base, such that the slowest pair is stretched by as much as the text is too long."""
-    stretch = max(length, scaling.original_max_position_embeddings) / scaling.original_max_position_embeddings
-    growth = scaling.factor * stretch - (scaling.factor - 1)
+    """A larger base, such that the slowest pair is stretched by as much as the text is too long.
+
+    In fp32 and this order because transformers' model does; at 50 radians another last digit is 2e-6 in the tables.
+    """
+    original = scaling.original_max_position_embeddings
+    running = torch.tensor(max(length, original), device="cpu")
+    growth = scaling.factor * running / original - (scaling.factor - 1)
     return rotary_inv_freq(ndims, base * growth ** (ndims / (ndims - 2)))
 
 
