@@ -7,7 +7,7 @@ from typing import List, Tuple
 
 from megatron.model.attention.cache import layer_cache_bytes
 
-_NORM_VECTORS = {"layernorm": 2, "rmsnorm": 1, "non_parametric_layernorm": 0}
+_NORM_VECTORS = {"layernorm": 2, "rmsnorm": 1, "non_parametric_layernorm": 0, "te_layernorm": 2, "te_rmsnorm": 1}
 """Parameter vectors of each norm; scalenorm has a single number instead."""
 
 

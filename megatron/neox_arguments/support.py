@@ -38,7 +38,8 @@ HONOURED = frozenset(
     output_layer_init_method gpt_j_residual gpt_j_tied use_bias_in_attn_linear use_bias_in_mlp
     output_layer_parallelism attention_dropout hidden_dropout
     qk_norm_type layer_types rope_scaling attn_logit_softcap final_logit_softcap zero_centered_gamma norm_placement
-    embedding_multiplier add_qkv_bias te_mha
+    embedding_multiplier add_qkv_bias te_mha te_columnparallel te_rowparallel te_layernorm_mlp te_fp8_format
+    te_fp8_wgrad te_fp8_amax_history_len te_fp8_amax_compute_algo te_fp8_margin te_fp8_mha
     """.split()
     # Parallelism and activation checkpointing.
     + """
@@ -101,7 +102,6 @@ _MUP = "muP (maximal update parametrisation)"
 _MOE = "mixture of experts"
 _MAMBA = "the mamba layer"
 _RWKV = "the rwkv layer"
-_TE = "the Transformer Engine path"
 _PREFERENCE = "preference training (dpo, kto, reward model, reinforce)"
 _ONLINE = "training on online data with a weight server"
 _COMET = "logging to Comet"
@@ -119,8 +119,6 @@ _REFUSED_BY_FEATURE: Dict[str, str] = {
     _RWKV: "dim_att head_size ffn_dim",
     "the gmlp layer": "gmlp_attn_dim",
     "a learning-rate scheduler of DeepSpeed's": "scheduler",
-    _TE: "te_columnparallel te_rowparallel te_layernorm_mlp te_fp8_format te_fp8_wgrad te_fp8_amax_history_len "
-    "te_fp8_amax_compute_algo te_fp8_margin te_fp8_mha",
     _PREFERENCE: "train_impl dpo_fp32 dpo_reference_free dpo_beta kto_fp32 kto_desirable_weight kto_undesirable_weight "
     "z_loss kto_beta fp32_reinforce kl_impl kl_div_beta reinforce_leave_one_out train_reward_data_paths "
     "test_reward_data_paths valid_reward_data_paths precompute_model_name",
@@ -172,7 +170,6 @@ _INSTEAD: Dict[str, str] = {
 }
 
 _REFUSED_CHOICES: Dict[str, Dict[str, str]] = {
-    "norm": {"te_rmsnorm": _TE, "te_layernorm": _TE},
     "data_impl": {"cached": "the old 'cached' data format"},
     "text_gen_type": {"precompute": "writing log-probabilities of data sets"},
 }

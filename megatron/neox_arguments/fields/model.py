@@ -76,8 +76,9 @@ class NeoXArgsModel:
         "layernorm"
     )
     """Kind of normalisation in every layer and before the head: layernorm (weight and bias), rmsnorm (scale), scalenorm
-    (one scale for the L2-normalised vector), non_parametric_layernorm (no parameters). The te_ forms are refused: the
-    Transformer Engine path is not built."""
+    (one scale for the L2-normalised vector), non_parametric_layernorm (no parameters). te_layernorm and te_rmsnorm are
+    Transformer Engine's kernels of the same functions; the weight's name in checkpoints is then `norm.weight` below the
+    norm's own."""
 
     layernorm_fusion: bool = False
     """Asks for a fused layernorm kernel. Accepted for compatibility: torch's layernorm, which is always used, is one
@@ -268,38 +269,49 @@ class NeoXArgsModel:
     """Ports that online training asks for data. Refused unless default: not built."""
 
     te_columnparallel: bool = False
-    """Use Transformer Engine's column-parallel layer. Refused unless false: not built."""
+    """Use Transformer Engine's linear layer for the projections whose rows are split over the model-parallel ranks:
+    QKV, the first of the MLP, the output layer. Same weights, names and function."""
 
     te_rowparallel: bool = False
-    """Use Transformer Engine's row-parallel layer. Refused unless false: not built."""
+    """Use Transformer Engine's linear layer for the projections whose columns are split over the model-parallel ranks:
+    the attention's output, the second of the MLP. Same weights, names and function."""
 
     te_layernorm_mlp: bool = False
-    """Use Transformer Engine's fused norm and MLP. Refused unless false: not built."""
+    """Use Transformer Engine's module of norm and MLP in one. Widths, biases, epsilon and initial weights are those of
+    the layers that it replaces; in checkpoints they are `mlp.layer_norm_weight`, `mlp.fc1_weight`, `mlp.fc2_weight`
+    (and biases), the rows of a gated fc1 being [gate; up] where linear1 has [up; gate]. Takes norm layernorm, rmsnorm
+    and their te_ forms, and activation relu, reglu, swiglu, geglu_tanh, and gelu with `bias_gelu_fusion`: Transformer
+    Engine's gelu is the tanh form. Refused with gpt_j_tied."""
 
     te_mha: bool = False
-    """Let Transformer Engine (1.12 or 2.x, to be installed) do all of attention, projections included. It computes
-    the same function in every width, window, scale and bias, and starts from the same weights; in checkpoints they are
+    """Let Transformer Engine (1.12 or 2.x, to be installed) do all of attention, projections included. It computes the
+    same function in every width, window, scale and bias, and starts from the same weights; in checkpoints they are
     `attention.qkv` and `attention.proj`, the QKV rows grouped by key/value head. It picks its own kernel, so leave
     `attention_config` out. Refused with it: pos_emb alibi and rpe, norms on queries and keys, fewer key/value heads
     than `model_parallel_size`, `kv_cache_dtype`, and `attn_logit_softcap` where the installed version has none."""
 
     te_fp8_format: Literal["e4m3", "hybrid"] = "hybrid"
-    """Number format of Transformer Engine's FP8. Refused unless default: not built."""
+    """Number format of FP8: e4m3 everywhere, or hybrid, which takes e5m2 for gradients. Like the other te_fp8_
+    settings refused unless `te_fp8_mha` switches FP8 on."""
 
     te_fp8_wgrad: bool = True
-    """Compute weight gradients in FP8. Refused unless default: not built."""
+    """Compute weight gradients in FP8 too; false leaves these products in the model's precision."""
 
     te_fp8_amax_history_len: int = 1
-    """Steps over which FP8 scaling remembers the largest values. Refused unless default: not built."""
+    """Steps over which FP8 scaling remembers the largest values."""
 
     te_fp8_amax_compute_algo: str = "most_recent"
-    """How FP8 scaling uses that history: most_recent or max. Refused unless default: not built."""
+    """How FP8 scaling uses that history: most_recent or max."""
 
     te_fp8_margin: int = 0
-    """Margin of the FP8 scaling factor. Refused unless default: not built."""
+    """FP8 scaling factors are divided by 2 to this power."""
 
     te_fp8_mha: bool = False
-    """Run attention in FP8. Refused unless false: not built."""
+    """Compute the transformer layers in FP8, and attention between its projections as well: all products that
+    Transformer Engine makes in them, those of `te_mha`, which this includes, and of `te_layernorm_mlp`,
+    `te_columnparallel` and `te_rowparallel` where set. The scaling is delayed, with the largest values agreed on
+    between the model-parallel ranks. Needs fp16 or bfloat16, widths and tokens of a micro batch in multiples of 16,
+    and a GPU of compute capability 8.9 or more: an error says so on others."""
 
     dim_att: Optional[int] = None
     """Attention width of rwkv layers. Refused unless null: rwkv is not built."""
