@@ -3,7 +3,7 @@
 WIDE_NON_DIVISIBLE = dict(hidden_size=80, num_attention_heads=6, num_kv_heads=2, head_dim=24)
 """80 % 6 != 0; query width 144, kv width 48."""
 NARROW = dict(hidden_size=160, num_attention_heads=4, num_kv_heads=2, head_dim=24)
-"""Query width 96 < 160."""
+"""Query width 96 < 160; at 4 ranks two share a key/value head."""
 MHA = dict(hidden_size=56, num_attention_heads=3, head_dim=16)
 """Query width 48; no even split over 2 ranks."""
 MQA = dict(hidden_size=40, num_attention_heads=5, num_kv_heads=1, head_dim=12)
@@ -25,4 +25,4 @@ ALL = {
     "quotient": QUOTIENT,
 }
 TP2 = {name: ALL[name] for name in ("wide_non_divisible", "narrow", "mha_tp4", "gqa_tp4", "quotient")}
-TP4 = {name: ALL[name] for name in ("mha_tp4", "gqa_tp4", "quotient")}
+TP4 = {name: ALL[name] for name in ("narrow", "mha_tp4", "gqa_tp4", "quotient")}
