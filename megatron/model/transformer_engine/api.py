@@ -6,6 +6,7 @@ the version number, and arguments are passed by keyword only, because their orde
 Importing this file raises BackendError where Transformer Engine is missing or does not load.
 """
 
+import importlib.util
 import inspect
 
 from megatron.errors import BackendError
@@ -43,6 +44,9 @@ VERSION = str(getattr(transformer_engine, "__version__", "unknown"))
 STEPPED_INFERENCE = hasattr(InferenceParams, "pre_step")
 """The cache is told of every step before it (2.2 and later); else its position is advanced by hand."""
 
+READS_PICKLED_STATE = importlib.util.find_spec("transformer_engine.pytorch._extra_state") is None
+"""FP8 scaling factors are set from a pickle's bytes; later versions (2.20) no longer take them."""
+
 
 def accepts(function_or_class, keyword: str) -> bool:
     """Whether this version's constructor or function has an argument of that name."""
@@ -51,6 +55,7 @@ def accepts(function_or_class, keyword: str) -> bool:
 
 __all__ = [
     "INSTALL",
+    "READS_PICKLED_STATE",
     "STEPPED_INFERENCE",
     "VERSION",
     "DelayedScaling",

@@ -14,6 +14,7 @@ from megatron.model.init_functions import get_init_methods
 from megatron.model.norms import get_norm
 from megatron.model.rotary import rotary_frequencies
 from megatron.model.transformer_engine import api
+from megatron.model.transformer_engine.common import no_init, tensor_parallel_arguments
 from megatron.model.transformer_engine.extra_state import keep_extra_state_plain
 from megatron.model.transformer_engine.inference import TELayerCache
 from megatron.neox_arguments.layer_attention import LayerAttention, RotarySettings
@@ -75,7 +76,7 @@ class TEMultiheadAttention(api.MultiheadAttention):
     def _replace_proj(self, neox_args) -> None:
         """An output projection with a bias setting of its own, or one that leaves the sum over the ranks to others."""
         bias = neox_args.use_bias_in_attn_linear
-        common = dict(bias=bias, return_bias=True, init_method=_leave, **_placement(neox_args))
+        common = dict(bias=bias, return_bias=True, init_method=no_init, **_placement(neox_args))
         hidden = self.geometry.hidden_size
         if self.parallel_output:
             width = self.geometry.shard(self.tp_size).query_hidden_size
@@ -159,8 +160,8 @@ def _arguments(neox_args, layer_number: int, geometry: HeadGeometry, function: L
         num_gqa_groups=geometry.num_kv_heads,
         attention_dropout=neox_args.attention_dropout,
         layernorm_epsilon=get_norm(neox_args)[1],
-        init_method=_leave,
-        output_layer_init_method=_leave,
+        init_method=no_init,
+        output_layer_init_method=no_init,
         layer_number=layer_number + 1,
         attn_mask_type="causal",
         window_size=(-1 if function.window is None else function.window, 0),  # tokens before the query and after it
@@ -185,21 +186,16 @@ def _arguments(neox_args, layer_number: int, geometry: HeadGeometry, function: L
 
 
 def _parallelism(neox_args) -> Dict[str, Any]:
-    ranks = mpu.get_model_parallel_world_size()
+    ranks = tensor_parallel_arguments()
     return dict(
-        tp_group=mpu.get_model_parallel_group() if ranks > 1 else None,
-        tp_size=ranks,
-        sequence_parallel=neox_args.sequence_parallel and ranks > 1,
+        sequence_parallel=neox_args.sequence_parallel and ranks["tp_size"] > 1,
         get_rng_state_tracker=mpu.get_cuda_rng_tracker,
+        **ranks,
     )
 
 
 def _placement(neox_args) -> Dict[str, Any]:
     return dict(params_dtype=neox_args.params_dtype, device=mpu.current_device())
-
-
-def _leave(tensor: torch.Tensor) -> None:
-    """TE's initial weights are replaced."""
 
 
 def _fill(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:

@@ -13,6 +13,8 @@ import pickle
 import torch
 from torch import nn
 
+from megatron.model.transformer_engine import api
+
 SUFFIX = "_extra_state"
 
 NOTHING = torch.frombuffer(bytearray(pickle.dumps(None)), dtype=torch.uint8)
@@ -66,6 +68,9 @@ def _for_te(state, name: str):
     values = _read(state, name)
     if values is None:
         return None
+    if not api.READS_PICKLED_STATE:
+        _warn_lost(name, f"Transformer Engine {api.VERSION} takes none")
+        return None
     return torch.frombuffer(bytearray(pickle.dumps(values)), dtype=torch.uint8)
 
 
@@ -80,8 +85,12 @@ def _read(state, name: str):
         reason = "it is a pickle"
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         reason = str(error).splitlines()[0]
-    _log.warning("%s of the checkpoint is not read (%s); FP8 scaling starts afresh there", name, reason)
+    _warn_lost(name, reason)
     return None
+
+
+def _warn_lost(name: str, reason: str) -> None:
+    _log.warning("%s of the checkpoint is not read (%s); FP8 scaling starts afresh there", name, reason)
 
 
 def _is_file(state: torch.Tensor) -> bool:
