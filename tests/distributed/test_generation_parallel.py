@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from megatron.costs import kv_cache_bytes
 from megatron.errors import DataError
 from megatron.initialize import initialize_megatron
 from megatron.model.gpt2_model import build_model
@@ -94,6 +95,92 @@ def test_joint_qk_layernorm_on_two_ranks_with_and_without_cache(tmp_path):
     for results in run_distributed(2, rank_generates, case, dict(model_parallel_size=2), tmp_path=tmp_path):
         cached, _, _, recomputed = results["joint"]
         assert cached == recomputed
+
+
+LONG_PROMPTS = [[17, 5, 99, 64, 2, 8, 31, 31, 7], [3, 3, 64, 21, 8, 110, 2, 45, 90, 6, 12]]
+SLIDING = dict(sliding_window_width=3, layer_types=["full_attention", "sliding_attention"])
+CACHE_CASES = {
+    "window": {**WIDE, **SLIDING, "pos_emb": "rotary"},
+    "window_alibi": {**NARROW, **SLIDING, "pos_emb": "alibi", "attention_config": ["global"] * 2},
+    "joint_norm": {**GQA, **SLIDING, "pos_emb": "learned", "use_qk_layernorm": True},
+}
+# Embedding and output layer are as large as three layers together: with three stages each has one to itself.
+ENDS_ALONE = dict(num_layers=3, ffn_hidden_size=16, padded_vocab_size=2048, pipe_partition_method="parameters")
+CACHE_SETTINGS = [
+    dict(),
+    dict(prefill_chunk_size=1),
+    dict(prefill_chunk_size=4),
+    dict(kv_cache_dtype="int8"),
+    dict(kv_cache_dtype="int8", prefill_chunk_size=4),
+    dict(kv_cache_dtype="fp8_e4m3"),
+]
+
+
+def rank_fills_caches(rank, world_size, cases, layout):
+    """(tokens, this rank's cache bytes, the bytes that costs promise for all ranks) of each case and setting."""
+    results = {}
+    for name, case in cases.items():
+        model = None
+        for number, cache in enumerate(CACHE_SETTINGS):
+            neox_args = generation_args(**case, **layout, **cache)
+            if model is None:
+                initialize_megatron(neox_args)
+                model = build_model(neox_args)
+            runner = InferenceRunner(neox_args, model)
+            *_, state = stream_tokens(neox_args, runner, LONG_PROMPTS, eos_token_id=NO_EOS, maximum_tokens=10)
+            promised = kv_cache_bytes(neox_args, len(LONG_PROMPTS), 9 + 10 - 1)
+            results[name, number] = (state.tokens.tolist(), runner.cache_bytes, promised)
+    return results
+
+
+@pytest.fixture(scope="module")
+def caches_of_one_process(tmp_path_factory):
+    """Every case and setting in one process."""
+    return run_distributed(1, rank_fills_caches, CACHE_CASES, {}, tmp_path=tmp_path_factory.mktemp("one"))[0]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dict(model_parallel_size=2),
+        dict(pipe_parallel_size=2),
+        dict(pipe_parallel_size=2, model_parallel_size=2),
+    ],
+    ids=["tp2", "pp2", "pp2_tp2"],
+)
+def test_caches_over_ranks(layout, caches_of_one_process, tmp_path):
+    """Tokens do not depend on the pieces; tokens and summed bytes are those of one process, per setting."""
+    cases = dict(CACHE_CASES)
+    if layout.get("model_parallel_size", 1) > 1:
+        del cases["joint_norm"]  # its statistics run over a rank's heads: another function
+    world_size = layout.get("pipe_parallel_size", 1) * layout.get("model_parallel_size", 1)
+    ranks = run_distributed(world_size, rank_fills_caches, cases, layout, tmp_path=tmp_path)
+    for (name, number), (expected, expected_bytes, promised) in caches_of_one_process.items():
+        if name not in cases:
+            continue
+        what = f"{name} {CACHE_SETTINGS[number]}"
+        assert expected_bytes == promised, what
+        results = [rank[name, number] for rank in ranks]
+        assert all(tokens == expected for tokens, _, _ in results), what
+        assert sum(size for _, size, _ in results) == results[0][2] == promised, what
+
+
+def rank_has_layers(rank, world_size, case, layout):
+    neox_args = generation_args(**case, **layout)
+    initialize_megatron(neox_args)
+    layers = [index for index, _ in InferenceRunner(neox_args, build_model(neox_args)).layers]
+    return layers, rank_fills_caches(rank, world_size, {"ends_alone": case}, layout)
+
+
+def test_stages_without_transformer_layers(tmp_path):
+    """The pieces stop at the last transformer layer; only the last one goes on to the stage of the output layer."""
+    case = {**WIDE, **ENDS_ALONE, "pos_emb": "rotary", "sliding_window_width": 3}
+    (_, expected), *_ = run_distributed(1, rank_has_layers, case, {}, tmp_path=tmp_path)
+    ranks = run_distributed(3, rank_has_layers, case, dict(pipe_parallel_size=3), tmp_path=tmp_path)
+    stages = [layers for layers, _ in ranks]
+    assert max(stages[0]) < 2 and min(stages[2]) > 2 + 3, stages
+    for _, results in ranks:
+        assert [tokens for tokens, *_ in results.values()] == [tokens for tokens, *_ in expected.values()]
 
 
 def rank_shares(rank, world_size, folder):
