@@ -23,16 +23,15 @@ FUNCTION_SETTINGS = frozenset(
     rotary_pct rotary_emb_base rotary_save_freqs_buffer no_weight_tying attention_config activation bias_gelu_fusion
     apply_query_key_layer_scaling attention_softmax_in_fp32 gpt_j_residual gpt_j_tied use_bias_in_attn_linear
     use_bias_in_mlp qk_norm_type layer_types rope_scaling attn_logit_softcap final_logit_softcap zero_centered_gamma
-    norm_placement embedding_multiplier add_qkv_bias output_layer_parallelism make_vocab_size_divisible_by
-    tokenizer_type
+    norm_placement embedding_multiplier add_qkv_bias te_mha te_layernorm_mlp output_layer_parallelism
+    make_vocab_size_divisible_by tokenizer_type
     """.split()
 )
 """What the weights compute. The last two only name the vocabulary, which a checkpoint records."""
 
 UNBUILT_FUNCTION_SETTINGS = frozenset(
     """
-    moe_num_experts soft_prompt_tuning sparsity_config te_columnparallel te_rowparallel te_layernorm_mlp te_mha
-    te_fp8_mha use_mup
+    moe_num_experts soft_prompt_tuning sparsity_config use_mup
     """.split()
 )
 """Kept as well, so that a model of a kind that is not built is refused by name instead of computed wrongly."""
@@ -67,8 +66,9 @@ def config_paths(folder: str) -> List[str]:
 def function_settings(values: Mapping[str, Any]) -> Dict[str, Any]:
     """The settings among `values` that decide what the weights compute.
 
-    Which attention kernel is used does not: they all become "global". Raises ConfigError for names that no setting
-    has, because one of them could be a setting of the model, misspelled.
+    Which attention kernel is used does not: they all become "global". Nor does FP8; but te_fp8_mha means te_mha too,
+    whose weights are other ones. Raises ConfigError for names that no setting has, because one of them could be a
+    setting of the model, misspelled.
     """
     known = defaults()
     unknown = [name for name in values if name not in known]
@@ -78,6 +78,8 @@ def function_settings(values: Mapping[str, Any]) -> Dict[str, Any]:
     settings = {name: value for name, value in values.items() if name in wanted}
     if settings.get("attention_config") is not None:
         settings["attention_config"] = _without_kernels(settings["attention_config"])
+    if values.get("te_fp8_mha"):
+        settings["te_mha"] = True
     return settings
 
 

@@ -254,7 +254,7 @@ def _combinations(values: Mapping[str, Any]) -> List[Tuple[bool, str]]:
     other_keys = sorted(set(_block(values, "checkpoint")) - set(_CHECKPOINT_KEYS))
     return [
         (
-            values.get("use_bias_in_norms") is False and norm == "layernorm",
+            values.get("use_bias_in_norms") is False and norm in ("layernorm", "te_layernorm"),
             "use_bias_in_norms=False: layernorm always has its bias, as in GPT-NeoX; remove it",
         ),
         (

@@ -126,10 +126,10 @@ FORMS = {
     "wandb_project": ["neox"],
     "data_types": [{"grad_accum_dtype": "fp32"}, None],
     "log_grad_norm": [True, False],
-    "te_columnparallel": [False],
-    "te_rowparallel": [False],
-    "te_layernorm_mlp": [False],
-    "te_mha": [False],
+    "te_columnparallel": [False, True],
+    "te_rowparallel": [False, True],
+    "te_layernorm_mlp": [False, True],
+    "te_mha": [False, True],
     "te_fp8_format": ["hybrid"],
     "te_fp8_wgrad": [True],
     "te_fp8_amax_history_len": [1],
@@ -177,6 +177,7 @@ BESIDE = {
     "save": {"checkpoint_factor": 10},
     "text_gen_type": {"sample_input_file": "prompts.txt"},
     "pipe_parallel_size": {"global_num_gpus": 2},
+    "te_layernorm_mlp": {"bias_gelu_fusion": True},
     "checkpoint_validation_with_forward_pass": {"load": "checkpoints"},
 }
 """What a key needs beside it to make sense."""
@@ -185,12 +186,6 @@ NOT_SET = ("precision", "fp16", "bf16", "deepspeed_extra_args")
 
 UNBUILT = {
     "scheduler": {"type": "WarmupLR", "params": {}},
-    "te_mha": True,
-    "te_layernorm_mlp": True,
-    "te_columnparallel": True,
-    "te_rowparallel": True,
-    "te_fp8_mha": True,
-    "te_fp8_format": "e4m3",
     "moe_num_experts": 8,
     "use_bnb_optimizer": True,
     "use_comet": True,
@@ -274,7 +269,7 @@ def test_keys_that_gpt_neox_never_knew_are_refused_with_the_right_name(key):
 
 
 def test_one_error_names_every_key_of_an_unbuilt_feature(tmp_path):
-    attention = {"attention_config": [[["local", "global"], "all"]], "norm": "te_rmsnorm"}
+    attention = {"attention_config": [[["local", "global"], "all"]]}
     with pytest.raises(ConfigError) as caught:
         from_file(tmp_path, {**tiny_values(), **UNBUILT, **attention}, dashes=True)
     problems = caught.value.problems

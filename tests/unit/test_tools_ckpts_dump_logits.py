@@ -237,7 +237,8 @@ def test_rows_up_to_max_position_embeddings(tmp_path):
         (dict(hidden_sise=3), "hidden_sise is not a setting; did you mean hidden_size"),
         (dict(moe_num_experts=4), "moe_num_experts=4"),
         (dict(use_mup=True), "use_mup"),
-        (dict(te_mha=True), "te_mha"),
+        (dict(te_mha=True, pos_emb="alibi"), "te_mha"),
+        (dict(te_fp8_mha=True, pos_emb="alibi"), "te_mha"),
         (dict(attention_config=[[["mamba"], 2]]), "mamba"),
         (dict(head_dim=32), r"attention.dense.weight: shape \[64, 64\] in the checkpoint, \[64, 128\]"),
         (dict(num_layers=None), "num_layers is not set"),
@@ -310,6 +311,8 @@ def test_each_setting_of_the_model_is_taken_or_known_not_to_matter():
 
     not_the_function = """
         precision fp16_lm_cross_entropy init_method init_method_std output_layer_init_method use_cpu_initialization
+        te_columnparallel te_rowparallel te_fp8_mha te_fp8_format te_fp8_wgrad te_fp8_amax_history_len
+        te_fp8_amax_compute_algo te_fp8_margin
     """.split()
     groups = (NeoXArgsModel, NeoXArgsMoE, NeoXArgsAttention)
     names = {name for group in groups for name in group.__dataclass_fields__}

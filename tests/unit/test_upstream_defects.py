@@ -170,21 +170,12 @@ BROKEN_OR_WITHOUT_EFFECT = [
     dict(checkpoint_validation_with_forward_pass=True),
     dict(soft_prompt_tuning={"enabled": True, "n_tokens": 10}),
     dict(log_gradient_noise_scale=True),
-    dict(te_fp8_mha=True),
     # Accepted, and nothing happens.
     dict(mup_attn_temp=0.5),
     dict(mup_output_temp=0.5),
     dict(num_unique_layers=1),
     dict(param_sharing_style="spaced"),
     dict(use_bias_in_norms=False),
-    # Transformer Engine: biases and epsilons fixed, windows, caches, alibi, rpe and qk-layernorm ignored, sums over
-    # the ranks taken twice, rows in another order.
-    dict(te_mha=True),
-    dict(te_layernorm_mlp=True),
-    dict(te_columnparallel=True),
-    dict(te_rowparallel=True),
-    dict(norm="te_rmsnorm"),
-    dict(norm="te_layernorm"),
     # Wrong numbers: flash attention ignores muP's scale; the relative bias of sparse attention has another length.
     dict(use_mup=True),
     dict(attention_config=["sparse_fixed", "sparse_fixed"], pos_emb="rpe"),

@@ -1,25 +1,28 @@
 """NVIDIA Transformer Engine behind the interfaces of our own layers; the only package that imports it.
 
-Importing it raises BackendError where Transformer Engine is not installed.
+Names are looked up when they are used: `from megatron.model.transformer_engine import te_norm` raises BackendError
+where Transformer Engine is not installed.
 """
 
-from megatron.model.transformer_engine.attention import TEMultiheadAttention
-from megatron.model.transformer_engine.fp8 import fp8_context, fp8_recipe
-from megatron.model.transformer_engine.inference import TELayerCache, te_layer_cache
-from megatron.model.transformer_engine.linear import TEColumnParallelLinear, TERowParallelLinear
-from megatron.model.transformer_engine.mlp import TELayerNormMLP
-from megatron.model.transformer_engine.norms import TELayerNorm, TERMSNorm, te_norm
+import importlib
 
-__all__ = [
-    "TEColumnParallelLinear",
-    "TELayerCache",
-    "TELayerNorm",
-    "TELayerNormMLP",
-    "TEMultiheadAttention",
-    "TERMSNorm",
-    "TERowParallelLinear",
-    "fp8_context",
-    "fp8_recipe",
-    "te_layer_cache",
-    "te_norm",
-]
+_HOME = {
+    "TEColumnParallelLinear": "linear",
+    "TELayerCache": "inference",
+    "TELayerNorm": "norms",
+    "TELayerNormMLP": "mlp",
+    "TEMultiheadAttention": "attention",
+    "TERMSNorm": "norms",
+    "TERowParallelLinear": "linear",
+    "fp8_context": "fp8",
+    "fp8_recipe": "fp8",
+    "te_layer_cache": "inference",
+    "te_norm": "norms",
+}
+"""Name -> the module of this package that defines it."""
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
