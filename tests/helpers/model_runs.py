@@ -33,7 +33,7 @@ def disturb(model, args):
             dim = getattr(parameter, "partition_dim", None)
             shape = list(parameter.shape)
             if dim is not None:
-                shape[dim] *= ranks
+                shape[dim] = sum(parameter.partition_groups or [shape[dim] * ranks])
             noise = _noise(name, shape)
             if dim is not None:
                 noise = mpu.shard(noise, dim, rank, ranks, parameter.partition_groups)
@@ -62,8 +62,8 @@ def joined(parameter, values):
     """The master tensor from all ranks' shares; a replicated one must be equal on all ranks."""
     if mpu.get_model_parallel_world_size() == 1:
         return values.clone()
-    shares = [torch.empty_like(values) for _ in range(mpu.get_model_parallel_world_size())]
-    dist.all_gather(shares, values.contiguous(), group=mpu.get_model_parallel_group())
+    shares = [None] * mpu.get_model_parallel_world_size()
+    dist.all_gather_object(shares, values.detach().contiguous(), group=mpu.get_model_parallel_group())
     if getattr(parameter, "partition_dim", None) is not None:
         return mpu.unshard(shares, parameter.partition_dim, parameter.partition_groups)
     for share in shares[1:]:
