@@ -17,15 +17,17 @@ VOCABULARY = re.compile(r"word_embeddings\.weight|final_linear\.weight")
 """[padded vocabulary, h]: rows whose number depends on the number of ranks."""
 
 _QKV = re.compile(r"attention\.query_key_value\.(weight|bias)")
+_TE_QKV = re.compile(r"attention\.qkv\.(weight|bias)")
 _QK_NORM = re.compile(r"attention\.([qk])_layernorm\.(weight|bias|scale|g)")
 _LINEAR1 = re.compile(r"mlp\.linear1\.(weight|bias)")
 _ROWS = re.compile(r"attention\.qk_layernorm\.(weight|bias|scale)|attention\.alibi_embed\.slopes")
-_COLUMNS = re.compile(r"(attention\.dense|mlp\.linear2|attention\.rpe)\.weight")
-_ROW_BIAS = re.compile(r"(attention\.dense|mlp\.linear2)\.bias")
+_COLUMNS = re.compile(r"(attention\.(dense|proj|rpe)|mlp\.linear2)\.weight")
+_ROW_BIAS = re.compile(r"(attention\.(dense|proj)|mlp\.linear2)\.bias")
 _REPLICATED = re.compile(
     r"(input_layernorm|post_attention_layernorm|attention_output_layernorm|mlp_output_layernorm|norm)"
     r"\.(weight|bias|scale|g)|attention\.qk_layernorm\.g"
     r"|position_embeddings\.(weight|inv_freq)|attention\.rotary_emb\.inv_freq"
+    r"|(.*\.)?_extra_state"
 )
 
 
@@ -57,6 +59,8 @@ class Shards:
         if _QKV.fullmatch(name):
             geometry = self.neox_args.head_geometry(number)
             return Split(0, qkv_row_groups(geometry) or [geometry.qkv_hidden_size])
+        if _TE_QKV.fullmatch(name):  # by whole kv heads
+            return Split(0, [self.neox_args.head_geometry(number).qkv_hidden_size])
         if _QK_NORM.fullmatch(name):
             return self._qk_norm_split(number, name)
         if _LINEAR1.fullmatch(name):
