@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron import costs
+from megatron.checkpointing.shards import Shards
 from megatron.errors import ConfigError
 from megatron.model import transformer, transformer_engine
 from megatron.model.gpt2_model import build_model, cross_entropy
@@ -154,6 +155,15 @@ def test_activation_checkpointing_changes_nothing(name):
         assert_close(recomputed, plain, {torch.float32: 1e-6})
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+def test_checkpoints_know_how_each_parameter_is_split(name):
+    args = tiny_args(**WIDE_NON_DIVISIBLE, **OPTIONS[name])
+    for key, parameter in build_model(args).named_parameters():
+        _, index, rest = key.split(".", 2)
+        split = Shards(args).split_of(int(index), rest)
+        assert split.dim == getattr(parameter, "partition_dim", None) and not split.summed, key
+
+
 # Embedding and output layer
 
 
@@ -238,7 +248,7 @@ def test_layer_runs_in_the_fp8_context_only_with_transformer_engine(monkeypatch)
         yield
         entered.append("left")
 
-    monkeypatch.setattr(transformer_engine, "fp8_context", context, raising=False)
+    monkeypatch.setitem(vars(transformer_engine), "fp8_context", context)  # without importing Transformer Engine
     args, layer, _ = _layer(**NARROW)
     x = torch.zeros(S, B, 160)
     layer(x)
