@@ -18,7 +18,7 @@ VOCABULARY = re.compile(r"word_embeddings\.weight|final_linear\.weight")
 
 _QKV = re.compile(r"attention\.query_key_value\.(weight|bias)")
 _TE_QKV = re.compile(r"attention\.qkv\.(weight|bias)")
-_QK_NORM = re.compile(r"attention\.([qk])_layernorm\.(weight|bias|scale|g)")
+_QK_NORM = re.compile(r"attention\.([qk])_layernorm\.(norm\.)?(weight|bias|scale|g)")  # norm: of Transformer Engine
 _LINEAR1 = re.compile(r"mlp\.linear1\.(weight|bias)")
 _ROWS = re.compile(r"attention\.qk_layernorm\.(weight|bias|scale)|attention\.alibi_embed\.slopes")
 _COLUMNS = re.compile(r"(attention\.(dense|proj|rpe)|mlp\.linear2)\.weight")
