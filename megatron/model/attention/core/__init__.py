@@ -1,34 +1,63 @@
 """Attention kernels behind one signature: `attend` and `refusal`, see eager.py.
 
-To add a kernel, write a module with these two functions and name it in KERNELS.
+To add a kernel, write a module with these two functions and name it in KERNELS and AUTO_ORDER.
 """
 
+import functools
 from types import ModuleType
 
+import torch
+
 from megatron.errors import BackendError
-from megatron.model.attention.core import eager, flash
+from megatron.initialize import print_rank_0
+from megatron.model.attention.core import chunked, eager, flash
 from megatron.model.attention.core.request import AttentionRequest
 
-KERNELS = {"global": eager, "flash": flash}
+KERNELS = {"global": eager, "flash": flash, "chunked": chunked}
 """By the names of attention_config."""
 
-AUTO_ORDER = ("flash", "global")
-"""attention_config=auto takes the first of these that can run the layer."""
+AUTO_ORDER = {"cpu": ("chunked", "flash", "global"), "cuda": ("flash", "chunked", "global")}
+"""By device: attention_config=auto takes the first of these that can run the layer."""
 
 
 def select_kernel(kind: str, request: AttentionRequest) -> ModuleType:
-    """The kernel that attention_config asks for. An explicit choice never falls back.
+    """The kernel that attention_config asks for. An explicit choice never falls back; auto says what it took, once.
 
     Raises BackendError saying why the kernel cannot run this layer and what to use instead.
     """
     if kind == "auto":
-        return next(KERNELS[name] for name in AUTO_ORDER if KERNELS[name].refusal(request) is None)
+        return _fastest(request)
     if kind not in KERNELS:
-        raise BackendError(f"attention_config={kind} is not built; choose one of {', '.join(KERNELS)}")
+        raise BackendError(f"attention_config={kind} is not built; choose one of {', '.join(KERNELS)} or auto")
     reason = KERNELS[kind].refusal(request)
     if reason is not None:
-        raise BackendError(f"attention_config={kind} cannot run this model: {reason}; or use attention_config=global")
+        able = [name for name in _order(request) if KERNELS[name].refusal(request) is None]
+        raise BackendError(
+            f"attention_config={kind} cannot run this model: {reason}; or use attention_config={' or '.join(able)}"
+        )
     return KERNELS[kind]
+
+
+def _order(request: AttentionRequest):
+    return AUTO_ORDER.get(torch.device(request.device).type, AUTO_ORDER["cuda"])
+
+
+def _fastest(request: AttentionRequest) -> ModuleType:
+    passed_over = []
+    for name in _order(request):
+        reason = KERNELS[name].refusal(request)
+        if reason is None:
+            break
+        passed_over.append(f"not {name}: {reason}")
+    device, dtype = torch.device(request.device).type, str(request.dtype).removeprefix("torch.")
+    because = "; ".join(passed_over) or f"the fastest on {device}"
+    _say_once(f"> attention kernel: {name} (attention_config=auto, {device}, {dtype}; {because})")
+    return KERNELS[name]
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    print_rank_0(message)
 
 
 __all__ = ["AUTO_ORDER", "KERNELS", "AttentionRequest", "select_kernel"]

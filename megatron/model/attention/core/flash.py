@@ -5,6 +5,7 @@ Unlike the package (2.1 and later), SDPA's `is_causal` is aligned to the top lef
 the causal rule must be given in another way: see `_sdpa`.
 """
 
+import functools
 from contextlib import nullcontext
 from typing import Any, Dict, Optional
 
@@ -21,25 +22,47 @@ from megatron.model.attention.core.request import AttentionRequest
 CUDA_MAX_HEAD_DIM = 256
 """Limit of flash-attn 2 and of the same kernels inside torch; their head sizes are multiples of 8."""
 HEAD_DIM_MULTIPLE = 8
+INSTALL = "; the flash-attn package has one, on a GPU"
+_PRECISION = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bfloat16"}
 
 
 def refusal(request: AttentionRequest) -> Optional[str]:
     """Why this kernel cannot run the layer, with the setting to change; None if it can."""
     if request.score_bias:
         return f"{request.score_bias} adds a bias to the scores, which the flash kernel does not take"
+    if flash_package.is_usable(request.device, request.dtype):
+        return _too_wide(request) or _package_refusal(request)
     if request.softcap is not None:
-        return f"attn_logit_softcap={request.softcap}: the flash kernel has no soft cap"
-    if torch.device(request.device).type != "cuda":
-        if request.dropout_p > 0:
-            return f"attention_dropout={request.dropout_p}: torch's flash kernel for CPU has no dropout"
-        return None
-    if request.dtype not in (torch.float16, torch.bfloat16):
-        return f"precision={request.dtype}: flash kernels on CUDA run in fp16 and bfloat16"
-    if request.geometry.head_dim > CUDA_MAX_HEAD_DIM:
-        return f"head_dim={request.geometry.head_dim}: flash kernels on CUDA go up to {CUDA_MAX_HEAD_DIM}"
-    if request.window is not None and not flash_package.is_usable(request.device, request.dtype):
-        return f"sliding_window_width={request.window}: torch's flash kernel for CUDA has no window; install flash-attn"
+        return f"attn_logit_softcap={request.softcap}: torch's flash kernel has no soft cap{INSTALL}"
+    if torch.device(request.device).type == "cuda":
+        return _cuda_refusal(request)
+    if request.dropout_p > 0:
+        return f"attention_dropout={request.dropout_p}: torch's flash kernel for CPU has no dropout"
     return None
+
+
+def _package_refusal(request: AttentionRequest) -> Optional[str]:
+    if request.softcap is None or request.dropout_p == 0:
+        return None
+    return (
+        f"attn_logit_softcap={request.softcap} with attention_dropout={request.dropout_p}: flash-attn has no dropout "
+        "under a soft cap"
+    )
+
+
+def _cuda_refusal(request: AttentionRequest) -> Optional[str]:
+    if request.dtype not in (torch.float16, torch.bfloat16):
+        name = _PRECISION.get(request.dtype, request.dtype)
+        return f"precision={name}: flash kernels on CUDA run in fp16 and bfloat16"
+    if request.window is not None:
+        return f"sliding_window_width={request.window}: torch's flash kernel for CUDA has no window{INSTALL}"
+    return _too_wide(request)
+
+
+def _too_wide(request: AttentionRequest) -> Optional[str]:
+    if request.geometry.head_dim <= CUDA_MAX_HEAD_DIM:
+        return None
+    return f"head_dim={request.geometry.head_dim}: flash kernels on CUDA go up to {CUDA_MAX_HEAD_DIM}"
 
 
 def attend(
@@ -59,14 +82,19 @@ def attend(
 ) -> torch.Tensor:
     """As eager.attend. The kernel sums scores in fp32, so softmax_in_fp32 and score_divisor change nothing.
 
-    Raises BackendError for a bias, and for dropout on the CPU.
+    Raises BackendError for a bias, and for dropout on the CPU and a soft cap where flash-attn is not usable.
     """
     dropout_p = dropout_p if training else 0.0
     if bias is not None:
         raise BackendError("attention_config=flash takes no score bias; use attention_config=global")
-    if dropout_p and q.device.type != "cuda":
+    packaged = flash_package.is_usable(q.device, q.dtype)
+    if not packaged and softcap is not None:
         raise BackendError(
-            f"attention_dropout={dropout_p}: the flash kernel for CPU has no dropout; use attention_config=global"
+            f"attn_logit_softcap={softcap}: torch's flash kernel has no soft cap; use attention_config=chunked"
+        )
+    if not packaged and dropout_p and q.device.type != "cuda":
+        raise BackendError(
+            f"attention_dropout={dropout_p}: the flash kernel for CPU has no dropout; use attention_config=chunked"
         )
     width = q.shape[-1]
     start = first_visible_key(causal_offset, window)
@@ -74,7 +102,7 @@ def attend(
     if k.shape[2] != v.shape[2]:
         v = v.repeat_interleave(k.shape[2] // v.shape[2], dim=2)
     q, k, v = (_pad_head_dim(x.transpose(0, 1)) for x in (q, k, v))  # [b, s or t, heads, d rounded up]
-    kernel = flash_package.attend if flash_package.is_usable(q.device, q.dtype) else _sdpa
+    kernel = functools.partial(flash_package.attend, softcap=softcap) if packaged else _sdpa
     with mpu.get_cuda_rng_tracker().fork() if dropout_p else nullcontext():
         context = kernel(q, k, v, scale=scale, causal_offset=causal_offset, window=window, dropout_p=dropout_p)
     return context[..., :width].transpose(0, 1)  # [s, b, n, d]
