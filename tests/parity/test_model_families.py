@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.errors import BackendError
+from megatron.model.attention.core import KERNELS
 from megatron.model.gpt2_model import GPT2ModelSequential, cross_entropy
 from megatron.text_generation.runner import InferenceRunner
 from tests.helpers.configs import tiny_args
@@ -39,10 +41,14 @@ def _ours(family, kind="global", **changes):
     return args, model
 
 
-@pytest.mark.parametrize("kind", ("global", "auto"))
+@pytest.mark.parametrize("kind", (*KERNELS, "auto"))
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_loss_and_gradients(name, kind):
     family, logits, loss, gradients = _theirs(name)
+    if kind == "flash" and family.settings.get("attn_logit_softcap"):
+        with pytest.raises(BackendError, match="attn_logit_softcap"):
+            _ours(family, kind)
+        return
     args, model = _ours(family, kind)
     mine = model((TOKENS, POSITIONS))
     my_loss = cross_entropy(args)(mine, (TOKENS.roll(-1, 1), torch.ones(2, SEQ)))
@@ -54,6 +60,18 @@ def test_logits_loss_and_gradients(name, kind):
     for key, parameter in model.named_parameters():
         assert_close(parameter.grad, gradients[key], GRADIENT, key)
         assert gradients[key].abs().max() > 10 * GRADIENT[torch.float32], f"{key}: nothing to compare"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bfloat16_is_as_accurate_as_theirs(name):
+    """Mean distance to the fp32 logits: rounding happens where theirs does, or later."""
+    logits = _theirs(name)[1]
+    family = FAMILIES[name]()
+    _, model = _ours(family, precision="bfloat16")
+    with torch.no_grad():
+        ours = (model((TOKENS, POSITIONS)).float() - logits).abs().mean().item()
+        theirs = (family.hf.bfloat16()(input_ids=TOKENS).logits.float() - logits).abs().mean().item()
+    assert 0 < ours <= 1.25 * theirs, f"{ours:.3g}, theirs {theirs:.3g}"
 
 
 @pytest.mark.parametrize("name", FAMILIES)

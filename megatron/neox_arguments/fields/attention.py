@@ -46,7 +46,8 @@ class NeoXArgsAttention:
 
     embedding_multiplier: Optional[float] = None
     """Factor on the token embeddings as they enter the first layer; the tied output layer is not scaled. It is rounded
-    to the model's precision first, as Hugging Face does for Gemma (sqrt of hidden_size). Null: 1."""
+    to the model's precision first, as Hugging Face does for Gemma (sqrt of hidden_size). Position embeddings (`pos_emb`
+    learned, sinusoidal) are added afterwards, without the factor. Null: 1."""
 
     add_qkv_bias: bool = False
     """Give the QKV projection a bias though `use_bias_in_attn_linear` is false, so that the output projection has none
