@@ -26,8 +26,9 @@ SWITCHES = {
     "NVTE_TORCH_COMPILE": "0",
     "NVTE_FLASH_ATTN": "0",
     "NVTE_FUSED_ATTN": "0",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # else TE warns about the overlap of communication, of which there is none
 }
-"""Environment variables of TE's that are set unless they are set already."""
+"""Environment variables that are set unless they are set already."""
 
 
 def _enum(name, names):

@@ -56,12 +56,13 @@ class TELayerNormMLP(api.LayerNormMLP):
             zero_centered_gamma=neox_args.zero_centered_gamma,
             return_bias=True,
             set_parallel_mode=not parallel_output,
-            sequence_parallel=neox_args.sequence_parallel,
+            sequence_parallel=neox_args.sequence_parallel and not parallel_output,
             params_dtype=neox_args.params_dtype,
             device=mpu.current_device(),
             **tensor_parallel_arguments(),
         )
         self.parallel_output = parallel_output
+        self.splits_sequence = neox_args.sequence_parallel
         self._set_weights(neox_args, geometry, init_method, output_layer_init_method)
         self._set_gradients()
         keep_extra_state_plain(self)
@@ -83,7 +84,7 @@ class TELayerNormMLP(api.LayerNormMLP):
     def _set_gradients(self) -> None:
         norm = [self.layer_norm_weight, *([] if self.layer_norm_bias is None else [self.layer_norm_bias])]
         exempt_from_decay(*norm)
-        if self.sequence_parallel or self.parallel_output:
+        if self.splits_sequence or self.parallel_output:
             for parameter in norm:
                 sum_gradient(parameter)
 
@@ -96,13 +97,13 @@ class TELayerNormMLP(api.LayerNormMLP):
         if self.parallel_output:
             whole = self._whole(hidden)
             return super().forward(whole)[0], bias
-        if bias is not None and self.sequence_parallel:
+        if bias is not None and self.splits_sequence:
             bias = mpu.copy_weight_to_sequence_parallel_region(bias)
         return super().forward(hidden)[0], bias
 
     def _whole(self, hidden: torch.Tensor) -> torch.Tensor:
         """All tokens, the gradient of which is to be summed over the ranks."""
-        if self.sequence_parallel:
+        if self.splits_sequence:
             return mpu.gather_from_sequence_parallel_region(hidden)
         return mpu.copy_to_model_parallel_region(hidden)
 
