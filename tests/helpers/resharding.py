@@ -26,7 +26,9 @@ VARIANTS = {
     "mha alibi scalenorm": dict(**MHA_TP4, pos_emb="alibi", norm="scalenorm", use_qk_layernorm=True),
     "mha sinusoidal gpt_j gated": dict(**MHA_TP4, **SWIGLU, pos_emb="sinusoidal", gpt_j_residual=True),
     "gqa shared kv": dict(hidden_size=56, num_attention_heads=8, num_kv_heads=2, head_dim=12, **SWIGLU, **RMS),
-    "mqa shared kv, uneven": dict(hidden_size=40, num_attention_heads=4, num_kv_heads=1, head_dim=10, rotary_pct=0.4),
+    "mqa shared kv, uneven": dict(
+        hidden_size=40, num_attention_heads=4, num_kv_heads=1, head_dim=10, rotary_pct=0.4, qk_norm_type="full_width"
+    ),
     "gqa frequencies": dict(**GQA_TP4, rotary_save_freqs_buffer=True, gpt_j_residual=True),
 }
 DEPENDS_ON_RANKS = ("mha gated qk layernorm",)
