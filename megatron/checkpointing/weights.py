@@ -115,8 +115,9 @@ def _resharded(neox_args, reader: CheckpointReader) -> ReshardedReader:
 
 def _caveat(neox_args) -> str:
     """The one function that GPT-NeoX lets depend on the number of ranks."""
-    if neox_args.use_qk_layernorm and neox_args.norm in ("layernorm", "non_parametric_layernorm"):
-        return "; use_qk_layernorm with layernorm takes its mean over one rank's heads, so results differ a little"
+    joint = neox_args.layer_attention().qk_norm == "joint"
+    if joint and neox_args.norm in ("layernorm", "non_parametric_layernorm"):
+        return "; a joint qk norm of norm=layernorm takes its mean over one rank's heads, so results differ a little"
     return ""
 
 

@@ -17,7 +17,8 @@ PER_HEAD, FULL = dict(qk_norm_type="per_head"), dict(qk_norm_type="full_width")
 QKV_BIAS = dict(use_bias_in_attn_linear=False, add_qkv_bias=True)
 SHARED = dict(num_kv_heads=2)
 """Two ranks of TP 4 have the same key head; not shared at TP 1 and 2."""
-ONE = dict(num_kv_heads=1, head_dim=12)
+ONE = dict(num_kv_heads=1)
+"""Four ranks have 2, 3, 2 and 3 of its 10 rows."""
 CASES = {
     "joint rmsnorm": dict(RMS, qk_norm_type="joint", **QKV_BIAS),
     "per_head rmsnorm": dict(RMS, **PER_HEAD, attention_config=["flash"] * 2),
