@@ -25,7 +25,7 @@ _COLUMNS = re.compile(r"(attention\.(dense|proj|rpe)|mlp\.linear2)\.weight")
 _ROW_BIAS = re.compile(r"(attention\.(dense|proj)|mlp\.linear2)\.bias")
 _REPLICATED = re.compile(
     r"(input_layernorm|post_attention_layernorm|attention_output_layernorm|mlp_output_layernorm|norm)"
-    r"\.(weight|bias|scale|g)|attention\.qk_layernorm\.g"
+    r"(\.norm)?\.(weight|bias|scale|g)|attention\.qk_layernorm\.g"
     r"|position_embeddings\.(weight|inv_freq)|attention\.rotary_emb\.inv_freq"
     r"|(.*\.)?_extra_state"
 )

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron import costs
-from megatron.checkpointing.shards import Shards
+from megatron.checkpointing.shards import Shards, Split
 from megatron.errors import ConfigError
 from megatron.model import transformer, transformer_engine
 from megatron.model.gpt2_model import build_model, cross_entropy
@@ -162,6 +162,14 @@ def test_checkpoints_know_how_each_parameter_is_split(name):
         _, index, rest = key.split(".", 2)
         split = Shards(args).split_of(int(index), rest)
         assert split.dim == getattr(parameter, "partition_dim", None) and not split.summed, key
+
+
+def test_checkpoints_know_norms_by_both_of_their_names():
+    """Transformer Engine's norms are one module further in."""
+    shards = Shards(tiny_args(**WIDE_NON_DIVISIBLE))
+    for name in (*IN, *OUT, "norm"):
+        for suffix in ("weight", "bias", "scale", "g", "norm.weight", "norm.bias"):
+            assert shards.split_of(2, f"{name}.{suffix}") == Split(), name
 
 
 # Embedding and output layer
