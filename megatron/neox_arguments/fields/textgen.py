@@ -47,11 +47,12 @@ class NeoXArgsTextgen:
 
     recompute: bool = False
     """Generate without a key/value cache by running the whole text again for each token. Same result, slower; a check
-    on the cache."""
+    on the cache. Refused with `kv_cache_dtype` and `prefill_chunk_size`, which act on the cache."""
 
     kv_cache_dtype: Optional[Literal["fp8_e4m3", "int8"]] = None
     """Number format of the key/value cache in generation. fp8_e4m3: 8-bit floats, saturating at 448. int8: whole
-    numbers from -127 to 127 with one scale for each token and head. Null: the model's."""
+    numbers from -127 to 127 with one scale in fp32 for each token and head, 4 more bytes. Attention computes in the
+    model's precision, and results change by the rounding. Null: the model's."""
 
     prefill_chunk_size: Optional[int] = None
     """Run a prompt through the model in pieces of at most this many tokens, which bounds the memory for activations and
