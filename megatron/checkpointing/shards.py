@@ -19,15 +19,16 @@ VOCABULARY = re.compile(r"word_embeddings\.weight|final_linear\.weight")
 _QKV = re.compile(r"attention\.query_key_value\.(weight|bias)")
 _TE_QKV = re.compile(r"attention\.qkv\.(weight|bias)")
 _QK_NORM = re.compile(r"attention\.([qk])_layernorm\.(norm\.)?(weight|bias|scale|g)")  # norm: of Transformer Engine
-_LINEAR1 = re.compile(r"mlp\.linear1\.(weight|bias)")
+_LINEAR1 = re.compile(r"mlp\.(linear1\.|fc1_)(weight|bias)")
+"""A gated one stacks two branches: linear1 [up; gate], fc1 (Transformer Engine's) [gate; up]; split alike."""
 _ROWS = re.compile(r"attention\.qk_layernorm\.(weight|bias|scale)|attention\.alibi_embed\.slopes")
-_COLUMNS = re.compile(r"(attention\.(dense|proj|rpe)|mlp\.linear2)\.weight")
-_ROW_BIAS = re.compile(r"(attention\.(dense|proj)|mlp\.linear2)\.bias")
+_COLUMNS = re.compile(r"(attention\.(dense|proj|rpe)|mlp\.linear2)\.weight|mlp\.fc2_weight")
+_ROW_BIAS = re.compile(r"(attention\.(dense|proj)|mlp\.linear2)\.bias|mlp\.fc2_bias")
 _REPLICATED = re.compile(
     r"(input_layernorm|post_attention_layernorm|attention_output_layernorm|mlp_output_layernorm|norm)"
     r"(\.norm)?\.(weight|bias|scale|g)|attention\.qk_layernorm\.g"
     r"|position_embeddings\.(weight|inv_freq)|attention\.rotary_emb\.inv_freq"
-    r"|(.*\.)?_extra_state"
+    r"|mlp\.layer_norm_(weight|bias)|(.*\.)?_extra_state"
 )
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron import costs, mpu
+from megatron.checkpointing.shards import Shards
 from megatron.errors import ConfigError
 from megatron.model.gpt2_model import build_model, cross_entropy
 from megatron.model.mlp import ParallelMLP
@@ -276,6 +277,19 @@ def test_weight_decay_leaves_norms_and_biases_out():
     decayed = {id(p) for p in get_params_for_weight_decay_optimization(model, args)[0]["params"]}
     for name, parameter in named_parameters(model):
         assert (id(parameter) in decayed) == (parameter.dim() == 2), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_checkpoints_know_how_each_parameter_is_split(name):
+    args = tiny_args(**{**SHORT, **MODELS[name]})
+    for key, parameter in named_parameters(build_model(args)):
+        index, _, rest = key.partition(".")
+        split = Shards(args).split_of(int(index), rest)
+        assert (split.dim, split.groups or None) == (
+            getattr(parameter, "partition_dim", None),
+            getattr(parameter, "partition_groups", None) or split.groups,
+        ), key
+        assert split.summed == (args.gpt_j_residual and rest.endswith(("dense.bias", "fc2_bias"))), key
 
 
 def test_state_dicts_hold_tensors_and_load_with_or_without_extra_state():
