@@ -140,29 +140,31 @@ def caches_of_one_process(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "layout",
+    "layout, names, copies",
     [
-        dict(model_parallel_size=2),
-        dict(pipe_parallel_size=2),
-        dict(pipe_parallel_size=2, model_parallel_size=2),
+        (dict(model_parallel_size=2), ["window", "window_alibi"], 1),
+        (dict(pipe_parallel_size=2), list(CACHE_CASES), 1),
+        (dict(pipe_parallel_size=2, model_parallel_size=2), ["window", "window_alibi"], 1),
+        (dict(model_parallel_size=4), ["window_alibi"], 2),
     ],
-    ids=["tp2", "pp2", "pp2_tp2"],
+    ids=["tp2", "pp2", "pp2_tp2", "tp4_of_2_kv_heads"],
 )
-def test_caches_over_ranks(layout, caches_of_one_process, tmp_path):
-    """Tokens do not depend on the pieces; tokens and summed bytes are those of one process, per setting."""
-    cases = dict(CACHE_CASES)
-    if layout.get("model_parallel_size", 1) > 1:
-        del cases["joint_norm"]  # its statistics run over a rank's heads: another function
+def test_caches_over_ranks(layout, names, copies, caches_of_one_process, tmp_path):
+    """Tokens do not depend on the pieces; tokens and summed bytes are those of one process, per setting.
+
+    joint_norm on tensor-parallel ranks is another function: its statistics run over a rank's heads. copies: of each
+    key/value head, when there are fewer than ranks.
+    """
     world_size = layout.get("pipe_parallel_size", 1) * layout.get("model_parallel_size", 1)
+    cases = {name: CACHE_CASES[name] for name in names}
     ranks = run_distributed(world_size, rank_fills_caches, cases, layout, tmp_path=tmp_path)
-    for (name, number), (expected, expected_bytes, promised) in caches_of_one_process.items():
-        if name not in cases:
-            continue
+    for name, number in ranks[0]:
         what = f"{name} {CACHE_SETTINGS[number]}"
+        expected, expected_bytes, promised = caches_of_one_process[name, number]
         assert expected_bytes == promised, what
         results = [rank[name, number] for rank in ranks]
         assert all(tokens == expected for tokens, _, _ in results), what
-        assert sum(size for _, size, _ in results) == results[0][2] == promised, what
+        assert sum(size for _, size, _ in results) == results[0][2] == copies * promised, what
 
 
 def rank_has_layers(rank, world_size, case, layout):
