@@ -34,6 +34,7 @@ REAL = [  # type, numbers, base, head_dim, rotary_pct, max_position_embeddings
     ("yarn", dict(factor=32.0, truncate=False, original_max_position_embeddings=4096), 150000, 64, 1.0, 131072),
     ("yarn", dict(factor=2, beta_fast=4, beta_slow=4.0, truncate=False), 10000, 40, 0.5, 4096),
     ("yarn", dict(factor=1.0), 10000, 32, 1.0, 16),
+    ("yarn", dict(factor=2.0, original_max_position_embeddings=65536), 100, 64, 1.0, 131072),
     ("longrope", PHI3, 10000, 96, 1.0, 131072),
     ("longrope", {**PHI3, "factor": 16.0}, 10000, 128, 0.75, 131072),
     ("longrope", {**PHI3, "attention_factor": 1.5}, 250000, 96, 1.0, 131072),
