@@ -25,7 +25,11 @@ class NeoXArgsAttention:
     """Change of the rotary frequencies for contexts beyond those of pretraining, as Hugging Face writes it: a mapping
     with rope_type linear, dynamic, llama3, yarn or longrope and that type's numbers (factor,
     original_max_position_embeddings, ...). A mapping from full_attention and sliding_attention to such mappings gives
-    each layer type its own. Only for pos_emb rotary. Null: none."""
+    each layer type its own. `max_position_embeddings` is the length after scaling and `seq_length` still the longest
+    text; for dynamic, give original_max_position_embeddings here, where Hugging Face has it as the model's
+    max_position_embeddings. dynamic and longrope choose the frequencies by the length of the text at hand. rope_theta
+    and partial_rotary_factor may be in it if they repeat `rotary_emb_base` and `rotary_pct`. Only for pos_emb rotary.
+    Null: none."""
 
     attn_logit_softcap: Optional[float] = None
     """Bound the attention scores smoothly: cap x tanh(score / cap), after the scale and before mask and softmax
