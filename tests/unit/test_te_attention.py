@@ -220,3 +220,33 @@ def test_dropout_acts_in_training_only():
     assert_close(engine(hidden)[0], native.eval()(hidden)[0], FORWARD)
     engine.train()
     assert (engine(hidden)[0] - engine(hidden)[0]).abs().max() > 0.05
+
+
+def test_generation_runs_through_the_cache():
+    """From one seed both models are the same function, so their logits step by step are too."""
+    from megatron.model.gpt2_model import build_model
+    from megatron.text_generation.runner import InferenceRunner
+
+    tokens = torch.randint(128, (2, 11), generator=torch.Generator().manual_seed(3))
+    positions = torch.arange(11).expand(2, -1)
+    settings = dict(**WIDE_NON_DIVISIBLE, **SPREAD, layer_types=["sliding_attention", "full_attention"])
+    steps = []
+    for te_mha in (False, True):
+        args = tiny_args(**settings, sliding_window_width=3, prefill_chunk_size=4, te_mha=te_mha)
+        runner = InferenceRunner(args, build_model(args))
+        runner.start(batch_size=2, max_tokens=11)
+        pieces = zip(tokens.split((9, 1, 1), dim=1), positions.split((9, 1, 1), dim=1), strict=True)
+        steps.append([runner.next_token_logits(*piece) for piece in pieces])
+    for engine, native in zip(*steps, strict=True):
+        assert_close(engine, native, FORWARD)
+
+
+def test_the_table_of_angles_is_exact_at_long_positions():
+    from megatron.model.transformer_engine.attention import rotary_angles
+    from megatron.neox_arguments.layer_attention import RotarySettings
+
+    table = rotary_angles(RotarySettings(ndims=6, base=50.0, positions=3000))
+    frequencies = torch.tensor([50.0 ** (-2 * i / 6) for i in range(3)], dtype=torch.float64)
+    expected = 2999 * torch.cat([frequencies, frequencies])
+    assert table.dtype == torch.float32 and table.shape == (3000, 1, 1, 6)
+    assert (table[-1, 0, 0].double() - expected).abs().max() < 1e-3  # half a unit in the last place is 1e-4
