@@ -117,11 +117,11 @@ def test_replicas_that_differ(source, tmp_path, capsys):
 
 
 def test_names_without_a_rule_and_other_widths(source, tmp_path, capsys):
-    _two_ranks(source, tmp_path / "a", lambda state: state.update({"attention.proj.weight": torch.ones(2)}))
+    _two_ranks(source, tmp_path / "a", lambda state: state.update({"attention.projection.weight": torch.ones(2)}))
     assert "layer 2 has other names on one rank" in refusal(capsys, tmp_path / "a", tmp_path / "out", 1)
     args = NeoXArgs.from_dict(settings_of("gqa gated rms"))
-    with pytest.raises(CheckpointError, match="layer 2 attention.proj.weight: not a parameter"):
-        Shards(args).join(2, "attention.proj.weight", [torch.ones(2), torch.ones(2)])
+    with pytest.raises(CheckpointError, match="layer 2 attention.projection.weight: not a parameter"):
+        Shards(args).join(2, "attention.projection.weight", [torch.ones(2), torch.ones(2)])
     with pytest.raises(CheckpointError, match="72 rows over all ranks in the checkpoint, 88 by the config"):
         Shards(args).join(2, "mlp.linear1.weight", [torch.ones(36, 88)] * 2)
     with pytest.raises(CheckpointError, match="does not split over model_parallel_size=7"):
