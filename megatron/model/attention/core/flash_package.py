@@ -2,19 +2,25 @@
 
 import functools
 import inspect
-from typing import Optional
+from typing import Callable, Optional
 
 import torch
 
 
 @functools.cache
-def _flash_attn_func():
-    """The package's function, or None where it is absent, built for another torch, or older than 2.6 (no soft cap)."""
+def _flash_attn_func() -> Optional[Callable]:
+    """The package's function, or None where its CUDA or ROCm library is absent or built for another torch.
+
+    Counts as absent: a release before 2.6, which has no soft cap, and the Triton kernels for AMD, which (in 2.8.3) take
+    a window and a soft cap and compute without them, and drop the same probabilities in each step.
+    """
     try:
-        from flash_attn import flash_attn_func
+        from flash_attn import flash_attn_interface as package
     except ImportError:
         return None
-    return flash_attn_func if "softcap" in inspect.signature(flash_attn_func).parameters else None
+    if getattr(package, "USE_TRITON_ROCM", False):
+        return None
+    return package.flash_attn_func if "softcap" in inspect.signature(package.flash_attn_func).parameters else None
 
 
 def is_usable(device, dtype) -> bool:
@@ -24,11 +30,21 @@ def is_usable(device, dtype) -> bool:
     return _flash_attn_func() is not None
 
 
-def attend(q, k, v, *, scale, causal_offset, window: Optional[int], softcap: Optional[float], dropout_p):
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    causal_offset: int,
+    window: Optional[int] = None,
+    softcap: Optional[float] = None,
+    dropout_p: float = 0.0,
+) -> torch.Tensor:
     """q [b, s, n, d], k and v [b, t, m, d] -> [b, s, n, d].
 
     The package aligns its causal rule to the bottom right corner (since 2.1), so causal_offset = t - s needs nothing.
-    Its window counts the tokens before the query, as GPT-NeoX's does.
+    Its window counts the tokens before the query, as GPT-NeoX's does. 0.0 is no soft cap.
     """
     return _flash_attn_func()(
         q,
@@ -38,5 +54,5 @@ def attend(q, k, v, *, scale, causal_offset, window: Optional[int], softcap: Opt
         softmax_scale=scale,
         causal=True,
         window_size=(-1, -1) if window is None else (window, 0),
-        softcap=softcap or 0.0,
+        softcap=0.0 if softcap is None else softcap,
     )
