@@ -29,7 +29,7 @@ VARIANTS = {
 }
 
 
-WINDOWS = (1, 4, 5, SEQ - 1, SEQ, SEQ + 7)
+WINDOWS = (1, 4, SEQ - 2, SEQ + 7)
 WINDOW_MODELS = {
     "rotary": dict(**WIDE_NON_DIVISIBLE, pos_emb="rotary", rotary_pct=0.5),
     "mqa_joint_norm": dict(**MQA, pos_emb="rotary", use_qk_layernorm=True, norm="rmsnorm"),
