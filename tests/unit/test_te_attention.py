@@ -224,6 +224,7 @@ def test_dropout_acts_in_training_only():
 
 def test_generation_runs_through_the_cache():
     """From one seed both models are the same function, so their logits step by step are too."""
+    from megatron.costs import num_parameters
     from megatron.model.gpt2_model import build_model
     from megatron.text_generation.runner import InferenceRunner
 
@@ -233,7 +234,9 @@ def test_generation_runs_through_the_cache():
     steps = []
     for te_mha in (False, True):
         args = tiny_args(**settings, sliding_window_width=3, prefill_chunk_size=4, te_mha=te_mha)
-        runner = InferenceRunner(args, build_model(args))
+        model = build_model(args)
+        assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters(args)
+        runner = InferenceRunner(args, model)
         runner.start(batch_size=2, max_tokens=11)
         pieces = zip(tokens.split((9, 1, 1), dim=1), positions.split((9, 1, 1), dim=1), strict=True)
         steps.append([runner.next_token_logits(*piece) for piece in pieces])
