@@ -11,8 +11,8 @@ import inspect
 
 from megatron.errors import BackendError
 
-INSTALL = "pip install --no-build-isolation transformer_engine[pytorch]==1.12.0"
-"""Needs an NVIDIA GPU, CUDA 12 and its compiler: one part of the package is built on the spot."""
+INSTALL = "pip install --no-build-isolation -r requirements/requirements-te.txt"
+"""Needs an NVIDIA GPU, CUDA and its compiler: one part of the package is built on the spot."""
 
 try:
     import transformer_engine
