@@ -60,6 +60,13 @@ def cells(backends=BACKENDS, ranks: int = 1) -> Iterator[Tuple[str, str, str]]:
                 yield backend, geometry, feature
 
 
+def start_ranks(ranks: int) -> None:
+    """Make this process, one of `ranks` with torch.distributed initialised, a model-parallel rank."""
+    from megatron.initialize import initialize_megatron
+
+    initialize_megatron(tiny_args(model_parallel_size=ranks, global_num_gpus=ranks))
+
+
 def measure(backend: str, geometry: str, feature: str) -> Result:
     """The difference of this rank's share of a cell from the reference, or the text of the refusal."""
     wanted = FEATURES[feature]
