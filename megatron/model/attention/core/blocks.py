@@ -9,8 +9,7 @@ from typing import Dict, Optional, Tuple
 
 import torch
 
-Range = Tuple[int, int]
-"""First and end."""
+from megatron.model.attention.core.spec import Range
 
 
 class BlockProducts:
