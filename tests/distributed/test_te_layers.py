@@ -4,6 +4,7 @@ The truth at TP 1 is the model without Transformer Engine, which tests/unit/test
 """
 
 import numpy as np
+import pytest
 import torch
 
 from megatron import mpu
@@ -203,9 +204,24 @@ def _check_models(results):
                 np.testing.assert_allclose(gradients[key], gradient, atol=GRADIENT[torch.float32], rtol=0, err_msg=what)
 
 
+def _fp8_group(monkeypatch):
+    """The ranks that agree on FP8's ranges: those of the tensor-parallel group."""
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+    from megatron.model.transformer_engine import fp8_context
+
+    monkeypatch.setattr(FP8GlobalStateManager, "is_fp8_available", classmethod(lambda cls: (True, "")))
+    args = tiny_args(te_fp8_mha=True, precision="bfloat16", model_parallel_size=2, global_num_gpus=2)
+    with fp8_context(args):
+        assert FP8GlobalStateManager.get_fp8_group() is mpu.get_model_parallel_group()
+
+
 def _all_cases(rank, world_size):
     install_te()
-    return _linear_cases(rank, world_size), _model_cases(rank, world_size)
+    linear, models = _linear_cases(rank, world_size), _model_cases(rank, world_size)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _fp8_group(monkeypatch)
+    return linear, models
 
 
 def test_two_ranks_give_what_one_gives(tmp_path):
