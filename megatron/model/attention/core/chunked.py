@@ -103,8 +103,9 @@ class _Blockwise(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream):
-        run = cpu_flash.backward if cpu_flash.can_backward(*ctx.saved_tensors[:3], ctx.spec) else _backward
-        return (*run(*ctx.saved_tensors, upstream.permute(1, 2, 0, 3), ctx.spec), None)
+        q, k, v, output, log_sums = ctx.saved_tensors  # once: under activation checkpointing this computes them
+        run = cpu_flash.backward if cpu_flash.can_backward(q, k, v, ctx.spec) else _backward
+        return (*run(q, k, v, output, log_sums, upstream.permute(1, 2, 0, 3), ctx.spec), None)
 
 
 def _forward(q, k, v, spec: Spec):
