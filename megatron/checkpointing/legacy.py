@@ -3,9 +3,11 @@
     mlp.dense_h_to_4h -> mlp.linear1      mlp.dense_4h_to_h -> mlp.linear2
     mlp.w2            -> mlp.linear2      mlp.w3 (up), mlp.w1 (gate) -> mlp.linear1, stacked [up; gate] on each rank
 
-The causal mask and the value put in its place, which were once kept with the weights, are dropped.
+The causal mask and the value put in its place, which were once kept with the weights, are dropped. Transformer Engine's
+`_extra_state` (FP8 scaling factors), a BytesIO in GPT-NeoX's files, becomes a tensor of the same bytes.
 """
 
+import io
 import re
 from typing import Any, Dict, Iterable
 
@@ -18,6 +20,7 @@ _OLD_NAME = re.compile(rf"(?:^|(?<=\.))({'|'.join(map(re.escape, _RENAMED))})")
 _BRANCH = re.compile(r"(^|.*\.)mlp\.w([13])\.(weight|bias)")
 _MASK = re.compile(r"(^|.*\.)attention\.(masked_)?bias")
 _FREQUENCIES = "attention.rotary_emb.inv_freq"
+_EXTRA_STATE = re.compile(r"(?:.*\.)?_extra_state")
 
 State = Dict[str, torch.Tensor]
 
@@ -32,6 +35,8 @@ def current_names(state: State) -> State:
     for name, tensor in state.items():
         if _MASK.fullmatch(name):
             continue
+        if is_extra_state(name) and isinstance(tensor, io.BytesIO):
+            tensor = _tensor_of_bytes(tensor)
         today = _OLD_NAME.sub(lambda match: _RENAMED[match.group(1)], name)
         branch = _BRANCH.fullmatch(name)
         if branch and _other_branch(branch) in state:
@@ -59,7 +64,7 @@ def current_file(contents: Any, keep_frequencies: bool = True) -> Any:
         return contents
     if isinstance(contents.get("module"), dict):
         return {**contents, "module": _for_model(contents["module"], keep_frequencies)}
-    if contents and all(isinstance(value, torch.Tensor) for value in contents.values()):
+    if contents and all(is_saved_tensor(name, value) for name, value in contents.items()):
         return _for_model(contents, keep_frequencies)
     return contents
 
@@ -67,6 +72,21 @@ def current_file(contents: Any, keep_frequencies: bool = True) -> Any:
 def is_unused_buffer(name: str) -> bool:
     """A tensor that some versions saved and that no weight or result depends on: the rotary frequencies."""
     return name.endswith(_FREQUENCIES)
+
+
+def is_extra_state(name: str) -> bool:
+    """Transformer Engine's FP8 scaling factors: no weights, and nothing at all without FP8."""
+    return _EXTRA_STATE.fullmatch(name) is not None
+
+
+def is_saved_tensor(name: Any, value: Any) -> bool:
+    """A tensor, or what `current_names` makes one of."""
+    return isinstance(value, torch.Tensor) or (isinstance(value, io.BytesIO) and is_extra_state(name))
+
+
+def _tensor_of_bytes(file: io.BytesIO) -> torch.Tensor:
+    contents = bytearray(io.BytesIO.getvalue(file))
+    return torch.frombuffer(contents, dtype=torch.uint8) if contents else torch.empty(0, dtype=torch.uint8)
 
 
 def _for_model(state: State, keep_frequencies: bool) -> State:

@@ -14,7 +14,7 @@ from typing import Any, Dict, Iterable, List, Optional
 
 import torch
 
-from megatron.checkpointing.legacy import current_names, stacks_branches
+from megatron.checkpointing.legacy import current_names, is_saved_tensor, stacks_branches
 from megatron.checkpointing.safe_load import load_file, verify_file
 from megatron.checkpointing.stamp import checkpoint_config, read_stamp
 from megatron.checkpointing.zero3 import join_partitions, model_states_path
@@ -82,7 +82,7 @@ class CheckpointReader:
             return {}
         path = os.path.join(self.folder, layer_file(index, tp_rank))
         state = load_file(path, mmap=True)
-        if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        if not isinstance(state, dict) or not all(is_saved_tensor(name, value) for name, value in state.items()):
             raise CheckpointError(f"{path} does not hold a layer: a dictionary of tensors was expected")
         return state
 

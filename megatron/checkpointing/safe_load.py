@@ -5,6 +5,7 @@ through which its engines (and PipelineModule) read and write.
 """
 
 import importlib
+import io
 import os
 import pickle
 import zipfile
@@ -125,10 +126,13 @@ def use_safe_files(engine, keep_optimizer: bool = True) -> SafeCheckpointEngine:
 
 @cache
 def _allowed() -> List[Any]:
-    """numpy's parts of a random state, under the module names of numpy 1 and 2, and DeepSpeed's records."""
+    """numpy's parts of a random state, under the module names of numpy 1 and 2, and DeepSpeed's records.
+
+    BytesIO is what Transformer Engine 1.12 and GPT-NeoX keep FP8 scaling factors in: bytes, which stay unread here.
+    """
     reconstruct = np.empty(0).__reduce__()[0]
     numpy_parts = [(reconstruct, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
-    return [*numpy_parts, np.ndarray, np.dtype, type(np.dtype(np.uint32)), *_deepspeed_classes()]
+    return [*numpy_parts, np.ndarray, np.dtype, type(np.dtype(np.uint32)), io.BytesIO, *_deepspeed_classes()]
 
 
 def _deepspeed_classes() -> List[type]:

@@ -9,7 +9,7 @@ import torch
 from megatron import mpu
 from megatron.checkpointing.checks import args_problems, raise_problems
 from megatron.checkpointing.folders import find_checkpoint
-from megatron.checkpointing.legacy import is_unused_buffer
+from megatron.checkpointing.legacy import is_extra_state, is_unused_buffer
 from megatron.checkpointing.ranks import say, together
 from megatron.checkpointing.reader import CheckpointReader
 from megatron.checkpointing.resharded import ReshardedReader
@@ -53,24 +53,28 @@ def load_weights_from(neox_args, model, folder: str) -> int:
 
 
 def layers_of(model) -> Dict[int, Dict[str, torch.Tensor]]:
-    """{layer index: {name: tensor}} of the weights that this rank keeps, as a checkpoint names them."""
+    """{layer index: {name: tensor}} of the weights that this rank keeps, as a checkpoint names them.
+
+    Transformer Engine's FP8 scaling factors (`_extra_state`) are none.
+    """
     if hasattr(model, "forward_funcs"):  # DeepSpeed's PipelineModule: this stage's layers
         modules = enumerate(model.forward_funcs, start=model._local_start)
-        states = ((index, module.state_dict(keep_vars=True)) for index, module in modules if _has_weights(module))
-        return {index: dict(state) for index, state in states if state}
+        states = ((index, _weights(module)) for index, module in modules if _has_weights(module))
+        return {index: state for index, state in states if state}
     layers: Dict[int, Dict[str, torch.Tensor]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in _weights(model).items():
         _, index, rest = name.split(".", 2)
         layers.setdefault(int(index), {})[rest] = tensor
     return layers
 
 
 def weight_problems(model, reader: Weights, tp_rank: int) -> List[str]:
-    """Every missing, unexpected or differently shaped tensor, as lines."""
+    """Every missing, unexpected or differently shaped weight, as lines."""
     wanted = layers_of(model)
     problems = []
     for index in sorted(set(wanted) | _present(model, reader, tp_rank)):
         saved, ours = reader.layer_state(index, tp_rank), wanted.get(index, {})
+        saved = {name: tensor for name, tensor in saved.items() if not is_extra_state(name)}
         for name in sorted(set(saved) | set(ours)):
             if name not in saved:
                 problems.append(f"layer {index} {name}: missing in the checkpoint")
@@ -96,7 +100,7 @@ def tensor_parallel_problems(neox_args, reader: CheckpointReader) -> List[str]:
 
 
 def fill(model, reader: Weights, tp_rank: int) -> None:
-    """Copy a checkpoint's tensors into a model whose names and shapes agree with it."""
+    """Copy a checkpoint's weights into a model whose names and shapes agree with it. FP8 scaling starts afresh."""
     with torch.no_grad():
         for index, tensors in layers_of(model).items():
             state = reader.layer_state(index, tp_rank)
@@ -119,6 +123,11 @@ def _caveat(neox_args) -> str:
     if joint and neox_args.norm in ("layernorm", "non_parametric_layernorm"):
         return "; a joint qk norm of norm=layernorm takes its mean over one rank's heads, so results differ a little"
     return ""
+
+
+def _weights(module: Any) -> Dict[str, torch.Tensor]:
+    state = module.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if not is_extra_state(name)}
 
 
 def _has_weights(module: Any) -> bool:

@@ -1,5 +1,6 @@
 """Names of older GPT-NeoX versions: read as today's, in each form, for weights and for resuming."""
 
+import io
 import os
 
 import numpy as np
@@ -69,6 +70,31 @@ def test_files():
     assert set(current_file(layer, keep_frequencies=False)) == {"mlp.linear2.bias"}
     assert current_file({"module": None, "iteration": 3}) == {"module": None, "iteration": 3}
     assert current_file([one]) == [one]
+
+
+def test_extra_state_in_a_bytesio_becomes_a_tensor(tmp_path):
+    """In GPT-NeoX's files with Transformer Engine: for an engine, and for the reader in both forms."""
+    packed = io.BytesIO()
+    torch.save({"scale": torch.ones(3)}, packed)
+    packed.seek(0, io.SEEK_END)
+    entries = {"attention.qkv._extra_state": packed, "mlp._extra_state": io.BytesIO(b"x")}
+    layer = {"mlp.dense_h_to_4h.bias": torch.ones(2), **entries}
+    settings = settings_of("mha")
+    module = {f"sequential.2.{name}": value for name, value in layer.items()}
+    write_checkpoint(tmp_path / "layers", {2: layer}, settings)
+    write_checkpoint(tmp_path / "sequential", {}, settings, rank_state={"module": module})
+    read = [CheckpointReader(str(tmp_path / form / "global_step5")).layer_state(2) for form in ("layers", "sequential")]
+    whole = current_file({"module": module, "iteration": 3})["module"]
+    for state in (current_file(layer), *read, {name.removeprefix("sequential.2."): t for name, t in whole.items()}):
+        assert set(state) == {"mlp.linear1.bias", *entries}
+        for name, entry in entries.items():
+            assert state[name].dtype == torch.uint8 and state[name].numpy().tobytes() == entry.getvalue()
+    assert current_names({"mlp._extra_state": io.BytesIO()})["mlp._extra_state"].numel() == 0
+    elsewhere = {"mlp.linear1.bias": torch.ones(2), "mlp.linear1.weight": packed}
+    assert current_file(elsewhere) is elsewhere
+    write_checkpoint(tmp_path / "other", {2: elsewhere}, settings)
+    with pytest.raises(CheckpointError, match="does not hold a layer"):
+        CheckpointReader(str(tmp_path / "other" / "global_step5")).layer_state(2)
 
 
 def _write_old(save, variant, sequential):

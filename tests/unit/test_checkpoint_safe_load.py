@@ -1,5 +1,6 @@
 """Files are data: nothing in one is run, and damage is reported as damage."""
 
+import io
 import os
 import pickle
 import random
@@ -65,6 +66,31 @@ def test_random_states_are_read_under_both_names_of_numpy(tmp_path, core):
     loaded = load_file(str(path))
     assert np.array_equal(loaded["np_rng_state"][1], states["np_rng_state"][1])
     assert loaded["random_rng_state"] == states["random_rng_state"]
+
+
+class Opens:
+    """Unpickling this truncates a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return io.FileIO, (self.path, "w")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_bytes_of_transformer_engine_stay_bytes(tmp_path, zipped):
+    """GPT-NeoX's `_extra_state`. What is packed in them is not unpickled with the file, and io opens nothing."""
+    path, trace = str(tmp_path / "state.pt"), str(tmp_path / "trace")
+    packed = io.BytesIO(pickle.dumps(Runs(trace)))
+    save_file({"attention.qkv._extra_state": packed, "weight": torch.ones(2)}, path, zipped)
+    loaded = load_file(path, mmap=True)["attention.qkv._extra_state"]
+    assert type(loaded) is io.BytesIO and loaded.getvalue() == packed.getvalue()
+    assert not os.path.exists(trace)
+    save_file({"attention.qkv._extra_state": Opens(trace)}, path, zipped)
+    with pytest.raises(CheckpointError, match="_io.FileIO would have to be called"):
+        load_file(path)
+    assert not os.path.exists(trace)
 
 
 @pytest.mark.parametrize("zipped", [True, False])
