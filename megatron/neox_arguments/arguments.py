@@ -10,7 +10,7 @@ from megatron.geometry import HeadGeometry, MLPGeometry, padded_vocab_size
 from megatron.neox_arguments import command_line, environment, widths
 from megatron.neox_arguments.deepspeed_config import deepspeed_config
 from megatron.neox_arguments.fields import GROUPS, defaults
-from megatron.neox_arguments.inference import INFERENCE_OVERRIDES
+from megatron.neox_arguments.inference import INFERENCE_OVERRIDES, without_fp8
 from megatron.neox_arguments.layer_attention import LayerAttention, layer_attention
 from megatron.neox_arguments.loading import load_files
 from megatron.neox_arguments.resolve import resolve
@@ -76,8 +76,9 @@ class NeoXArgs(*GROUPS):
     def consume_inference_args(
         cls, overwrite_values: Optional[Dict[str, Any]] = None, input_args: Optional[Sequence[str]] = None
     ) -> "NeoXArgs":
-        """As consume_neox_args, with training's optimizer and activation checkpointing off; needs `load`."""
-        args = cls.consume_neox_args({**INFERENCE_OVERRIDES, **(overwrite_values or {})}, input_args)
+        """As consume_neox_args, with training's optimizer, activation checkpointing and FP8 off; needs `load`."""
+        values = {**command_line.parse_rank(input_args), **INFERENCE_OVERRIDES, **(overwrite_values or {})}
+        args = cls.from_dict(without_fp8(values))
         if args.load is None:
             raise ConfigError("load is not set; name the folder of the checkpoint to use")
         return args

@@ -8,7 +8,8 @@ import torch
 
 from megatron.errors import BackendError, ConfigError
 from megatron.model.gpt2_model import build_model
-from tests.helpers.configs import tiny_args
+from megatron.neox_arguments import NeoXArgs, command_line
+from tests.helpers.configs import tiny_args, tiny_values
 from tests.helpers.model_runs import batch
 from tests.helpers.te import install_te, requires_te
 
@@ -181,6 +182,16 @@ def test_what_fp8_cannot_do_is_refused_with_the_config(message):
     with pytest.raises(ConfigError) as caught:
         _args(**REFUSED[message])
     assert any(problem.startswith(message) for problem in caught.value.problems), caught.value.problems
+
+
+def test_text_is_generated_without_fp8_from_the_same_weights():
+    """It comes one token at a time, and FP8 needs multiples of 16."""
+    values = tiny_values(**FP8, te_fp8_format="e4m3", te_fp8_margin=1, load="x")
+    flags = ["--megatron_config", command_line.encode(values)]
+    training, generating = NeoXArgs.consume_neox_args(input_args=flags), NeoXArgs.consume_inference_args({}, flags)
+    assert training.te_fp8_mha and not generating.te_fp8_mha and generating.te_mha
+    plain = ["--megatron_config", command_line.encode(tiny_values(load="x"))]
+    assert not NeoXArgs.consume_inference_args({}, plain).te_mha
 
 
 def test_a_width_that_is_not_multiplied_in_fp8_is_free():

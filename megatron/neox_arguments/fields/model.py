@@ -311,7 +311,8 @@ class NeoXArgsModel:
     Transformer Engine makes in them, those of `te_mha`, which this includes, and of `te_layernorm_mlp`,
     `te_columnparallel` and `te_rowparallel` where set. The scaling is delayed, with the largest values agreed on
     between the model-parallel ranks. Needs fp16 or bfloat16, widths and tokens of a micro batch in multiples of 16,
-    and a GPU of compute capability 8.9 or more: an error says so on others."""
+    and a GPU of compute capability 8.9 or more: an error says so on others. Text is generated without FP8, from the
+    same weights."""
 
     dim_att: Optional[int] = None
     """Attention width of rwkv layers. Refused unless null: rwkv is not built."""
