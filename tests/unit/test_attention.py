@@ -1,19 +1,17 @@
-"""ParallelSelfAttention against an fp64 einsum, over all geometries, both kernels and both row layouts."""
+"""ParallelSelfAttention against an fp64 einsum, over all geometries, kernels and both row layouts."""
 
 import pytest
 import torch
 
-from megatron.errors import BackendError
-from megatron.geometry import HeadGeometry
 from megatron.model.attention import ParallelSelfAttention
-from megatron.model.attention.core import AttentionRequest, eager, flash
+from megatron.model.attention.core import chunked, eager, flash
 from megatron.model.attention.core.masks import first_visible_key, hidden_keys
 from tests.helpers.attention_reference import core_reference, layer_reference
 from tests.helpers.configs import tiny_args
 from tests.helpers.geometries import ALL, GQA_TP4, MHA, MQA, QUOTIENT, WIDE_NON_DIVISIBLE
 from tests.helpers.tolerances import FORWARD, GRADIENT, assert_close
 
-KINDS = ("global", "flash")
+KINDS = ("global", "flash", "chunked")
 SEQ, BATCH = 11, 2
 
 
@@ -157,7 +155,7 @@ def test_qk_layernorm_acts_before_rotation_with_a_scale_per_query_head(kind, nor
     for actual, expected in zip(got, wanted, strict=True):
         assert_close(actual, expected, FORWARD, norm)
     # The kernels take keys of all query heads beside values of the kv heads.
-    context = attention._attend(*(x.float() for x in (*wanted, v)), offset=0)
+    context = attention._attend(*(x.float() for x in (*wanted, v)), oldest_key=0)
     assert_close(context, core_reference(*wanted, v, scale=24**-0.5), FORWARD)
 
 
@@ -190,7 +188,7 @@ def test_attention_dropout_only_in_training():
 # The kernels by themselves: chunks behind a cache, windows, odd widths.
 
 
-@pytest.mark.parametrize("kernel", (eager, flash))
+@pytest.mark.parametrize("kernel", (eager, flash, chunked))
 @pytest.mark.parametrize("width", (5, 12, 24))
 @pytest.mark.parametrize(
     "queries, keys, window", [(9, 9, None), (1, 9, None), (4, 9, None), (4, 9, 2), (1, 9, 3), (9, 9, 4)]
@@ -233,61 +231,16 @@ def test_eager_adds_the_bias_to_the_scaled_scores():
     assert_close(got, core_reference(q, k, v, 0.2, bias=bias), FORWARD)
 
 
+EDGES = ((0, None), (1, None), (1, 3), (1, 2), (4, 6), (4, 5))
+"""Offset and window of 3 queries over 2 keys: the first sees both from offset 1 on, the last with window offset + 2."""
+NONE_HIDDEN = [False, True, True, False, True, False]
+
+
 def test_hidden_keys_by_hand():
     rows = ["".join(".x"[int(h)] for h in row) for row in hidden_keys(3, 5, 2, 1, torch.device("cpu"))]
     assert rows == ["x..xx", "xx..x", "xxx.."]
+    assert [hidden_keys(3, 2, offset, window, torch.device("cpu")) is None for offset, window in EDGES] == NONE_HIDDEN
     assert hidden_keys(1, 5, 4, None, torch.device("cpu")) is None
     assert hidden_keys(1, 5, 4, 4, torch.device("cpu")) is None
     assert hidden_keys(1, 5, 4, 3, torch.device("cpu")).tolist() == [[True, False, False, False, False]]
     assert [first_visible_key(offset, 3) for offset in (0, 3, 4, 9)] == [0, 0, 1, 6]
-
-
-# What the flash kernel cannot run is said at construction, with the setting to change.
-
-
-def _refused(head_dim, dtype, device, **settings):
-    return flash.refusal(AttentionRequest(HeadGeometry(64, 2, 2, head_dim), dtype, torch.device(device), **settings))
-
-
-@pytest.mark.parametrize(
-    "head_dim, dtype, device, settings, named",
-    [
-        (64, torch.float32, "cpu", dict(dropout_p=0.1), "attention_dropout=0.1"),
-        (64, torch.float32, "cpu", dict(score_bias="pos_emb=alibi"), "pos_emb=alibi"),
-        (64, torch.bfloat16, "cuda", dict(score_bias="pos_emb=rpe"), "pos_emb=rpe"),
-        (64, torch.float32, "cpu", dict(softcap=50.0), "attn_logit_softcap=50"),
-        (64, torch.float32, "cuda", {}, "precision=torch.float32"),
-        (264, torch.bfloat16, "cuda", {}, "head_dim=264"),
-        (64, torch.bfloat16, "cuda", dict(window=8), "sliding_window_width=8"),
-    ],
-)
-def test_flash_refuses_by_name(head_dim, dtype, device, settings, named):
-    assert named in _refused(head_dim, dtype, device, **settings)
-
-
-@pytest.mark.parametrize(
-    "head_dim, dtype, device, settings",
-    [
-        (12, torch.float32, "cpu", dict(window=8)),
-        (512, torch.bfloat16, "cpu", {}),
-        (256, torch.bfloat16, "cuda", dict(dropout_p=0.1)),
-    ],
-)
-def test_flash_accepts(head_dim, dtype, device, settings):
-    assert _refused(head_dim, dtype, device, **settings) is None
-
-
-def test_dropout_of_a_model_that_is_not_trained_is_not_asked_for():
-    for optimizer, dropout_p in ((None, 0.0), ({"type": "adam", "params": {}}, 0.1)):
-        args = tiny_args(**MHA, attention_dropout=0.1, optimizer=optimizer)
-        request = AttentionRequest.of_layer(args, 1, args.head_geometry(1), torch.device("cpu"))
-        assert request.dropout_p == dropout_p
-
-
-def test_an_explicit_flash_that_cannot_run_is_an_error_with_an_alternative():
-    with pytest.raises(BackendError, match="attention_dropout=0.1.*attention_config=global"):
-        ParallelSelfAttention(tiny_args(**MHA, attention_config=["flash"] * 2, attention_dropout=0.1))
-    with pytest.raises(BackendError, match="attention_config=global"):
-        flash.attend(*torch.randn(3, 2, 1, 1, 8), scale=1.0, causal_offset=0, bias=torch.zeros(1, 2, 2))
-    with pytest.raises(BackendError, match="attention_dropout=0.5"):
-        flash.attend(*torch.randn(3, 2, 1, 1, 8), scale=1.0, causal_offset=0, dropout_p=0.5, training=True)

@@ -128,7 +128,7 @@ def test_scores_of_ten_thousand_neither_overflow_nor_lose_their_differences(rout
 
 
 def _check_sharp_gradients(tensors):
-    """Scores rounded to bf16 are 4 off, weights 50 times too large, and gradients of q (with keys of 80) in the tens."""
+    """Scores rounded to bf16 are 4 off, so weights 50 times too large, and gradients of q in the tens."""
     wide = [x.detach().double().requires_grad_() for x in tensors]
     chunked.attend(*tensors, scale=0.125, causal_offset=0).sum().backward()
     _capped_reference(*wide, 0.125).sum().backward()
