@@ -1,19 +1,24 @@
 # Two commands: `make demo` and `make test`. Both create .venv on first use and install the exact tested set;
-# when it is there already they start at once.
+# when it is there already they start at once. `make test-flash-attn` has an environment of its own.
 
 PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 TE     := $(VENV)/transformer-engine-1.12
+FLASH  := .venv-flash-attn
 
-.PHONY: demo test setup clean
+.PHONY: demo test test-flash-attn setup clean
 
 demo: $(READY)
 	$(RUN) -m tools.demo
 
 test: $(READY)
 	$(RUN) -m pytest tests
+
+# The flash-attn package on a CPU, by Triton's interpreter.
+test-flash-attn: $(FLASH)/.ready
+	FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE TRITON_INTERPRET=1 $(FLASH)/bin/python -m pytest tests/flash_attn
 
 setup: $(READY)
 
@@ -27,5 +32,16 @@ $(READY): requirements/constraints.txt requirements/requirements.txt requirement
 	$(RUN) -m pip install --disable-pip-version-check --no-deps --upgrade --target $(TE) -r requirements/requirements-te-tests.txt
 	@touch $(READY)
 
+$(FLASH)/.ready: requirements/constraints.txt requirements/requirements.txt requirements/requirements-flash-attn-test.txt
+	@$(PYTHON) tools/check_python.py
+	@echo "Installing into $(FLASH) (a few minutes the first time) ..."
+	$(PYTHON) -m venv $(FLASH)
+	$(FLASH)/bin/python -m pip install --disable-pip-version-check -c requirements/constraints.txt \
+	    -r requirements/requirements.txt pytest pytest-timeout wheel==0.45.1
+	FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_FORCE_BUILD=TRUE \
+	    $(FLASH)/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation \
+	    -r requirements/requirements-flash-attn-test.txt
+	@touch $(FLASH)/.ready
+
 clean:
-	rm -rf $(VENV) data/pydocs runs
+	rm -rf $(VENV) $(FLASH) data/pydocs runs
