@@ -8,8 +8,7 @@ import pytest
 from tests.helpers import attention_grid as grid
 from tests.helpers.attention_cases import GEOMETRIES, LONG
 from tests.helpers.distributed import run_distributed
-from tests.helpers.te import install_te
-from tests.parity.test_attention_grid import assert_as_expected, backends
+from tests.parity.test_attention_grid import assert_as_expected
 
 TESTED = {
     2: ("88 / 12 / 4 / 10 / 1", "80 / 6 / 2 / 24 / 0.25", "44 / 4 / 1 / 80 / 0.25"),
@@ -26,21 +25,15 @@ def test_the_names_are_of_geometries_that_split():
     assert {1, 2} <= set(shared)
 
 
-def rank_cells(ranks, names):
-    """The cells of these geometries, without the one feature that is about one rank's blocks."""
-    return [cell for cell in grid.cells(backends(), ranks) if cell[1] in names and cell[2] != f"{LONG} tokens"]
-
-
-def _measure(rank, ranks, cells):
-    if any(backend == "te" for backend, *_ in cells):
-        install_te()
-    grid.start_ranks(ranks)
-    return [grid.measure(*cell) for cell in cells]
+def cells_of(ranks):
+    """Those of these geometries, without the feature that is about one rank's blocks."""
+    every = grid.cells(grid.available(), ranks)
+    return [cell for cell in every if cell[1] in TESTED[ranks] and cell[2] != f"{LONG} tokens"]
 
 
 @pytest.mark.parametrize("ranks", TESTED)
 def test_every_rank_has_its_share_of_the_reference(ranks, tmp_path):
-    cells = rank_cells(ranks, TESTED[ranks])
-    for results in run_distributed(ranks, _measure, cells, tmp_path=tmp_path, timeout=200):
+    cells = cells_of(ranks)
+    for results in run_distributed(ranks, grid.measure_cells, cells, tmp_path=tmp_path, timeout=200):
         for cell, result in zip(cells, results, strict=True):
             assert_as_expected(cell, result, ranks)

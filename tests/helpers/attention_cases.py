@@ -9,7 +9,7 @@ from tests.helpers.attention_reference import AttentionFunction, value_and_gradi
 
 BATCH, TOKENS = 2, 12
 LONG = 132
-"""Tokens of one text that is longer than the chunked kernel's blocks on the CPU."""
+"""Tokens of the one text that is longer than a block of the chunked kernel on the CPU; of one row."""
 EPS = 1e-3
 """Of the norms: large enough that leaving it out is seen."""
 
@@ -86,6 +86,7 @@ class Case(NamedTuple):
     upstream: torch.Tensor
     output: Optional[torch.Tensor]
     gradients: Dict[str, torch.Tensor]
+    cache: bool
 
 
 @lru_cache(maxsize=2)
@@ -100,9 +101,10 @@ def case_of(geometry: str, feature: str) -> Case:
     size = (wanted.tokens, 1 if wanted.tokens == LONG else BATCH, numbers["hidden_size"])
     hidden, upstream = (torch.randn(size, generator=generator).to(dtype) for _ in range(2))
     upstream = upstream / 4
-    if wanted.settings.get("kv_cache_dtype"):  # its truth starts from the keys and values that were rounded
-        return Case(function, weights, hidden, upstream, None, {})
-    return Case(function, weights, hidden, upstream, *value_and_gradients(weights, hidden, function, upstream))
+    truth = None, {}
+    if not wanted.settings.get("kv_cache_dtype"):  # whose truth starts from the keys and values that were rounded
+        truth = value_and_gradients(weights, hidden, function, upstream)
+    return Case(function, weights, hidden, upstream, *truth, wanted.cache)
 
 
 def _function(numbers: Dict[str, Any], settings: Dict[str, Any]) -> AttentionFunction:

@@ -4,27 +4,31 @@ The grid is data (tests.helpers.attention_cases). `measure` fills one layer with
 process's share of the heads, and says how far output and gradients are from the reference, or returns the refusal.
 """
 
-from typing import Any, Dict, Iterator, NamedTuple, Optional, Tuple, Union
+import contextlib
+import warnings
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple, Union
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from megatron import mpu
 from megatron.errors import BackendError, ConfigError
 from megatron.model.attention import KVCache, ParallelSelfAttention
-from megatron.model.attention.core import chunked
+from megatron.model.attention.core import chunked, cpu_flash
 from megatron.model.positional_embeddings import ParallelRelativePositionBias
 from tests.helpers.attention_cases import BATCH, FEATURES, GEOMETRIES, LONG, Case, Feature, case_of, geometries
 from tests.helpers.attention_reference import CACHE_REFERENCES, attention_reference
 from tests.helpers.configs import tiny_args
+from tests.helpers.te import WHEEL, install_te
 from tests.helpers.te_attention import NAMES, as_te
 from tests.helpers.tolerances import FORWARD, GRADIENT
 
 PIECES = (5, 4, 1, 1, 1)
 """How the tokens of a text are fed to a cache: a prompt, a second piece of it, and one by one."""
 BLOCK = 4
-"""Tokens of a block of the chunked kernel, so that a short text has several; in the long text it is the real one."""
+"""Tokens of a block where the chunked kernel is made to go block by block."""
 BACKENDS = ("global", "flash", "chunked", "te")
 """The kinds of attention_config, and Transformer Engine's attention (te_mha)."""
 RANKS = (1, 2, 4)
@@ -37,7 +41,10 @@ class Difference(NamedTuple):
     gradient: Optional[float] = None
 
 
+Cell = Tuple[str, str, str]
+"""Backend, geometry, feature."""
 Result = Union[Difference, str]
+"""Or the refusal: one line for each setting that is in the way."""
 
 
 def allowed(feature: str) -> Difference:
@@ -52,19 +59,30 @@ def is_within(feature: str, difference: Difference) -> bool:
     return all(found is limit is None or found <= limit for found, limit in pairs)
 
 
-def cells(backends=BACKENDS, ranks: int = 1) -> Iterator[Tuple[str, str, str]]:
-    """(backend, geometry, feature) of every cell; those that share a reference follow each other."""
+def available() -> List[str]:
+    """The backends that can be imported here."""
+    return [name for name in BACKENDS if name != "te" or (WHEEL / "transformer_engine").is_dir()]
+
+
+def cells(backends: Iterable[str] = BACKENDS, ranks: int = 1) -> Iterator[Cell]:
+    """Every cell of the grid; those that share a reference follow each other."""
     for geometry in geometries(ranks):
         for feature in FEATURES:
             for backend in backends:
                 yield backend, geometry, feature
 
 
-def start_ranks(ranks: int) -> None:
-    """Make this process, one of `ranks` with torch.distributed initialised, a model-parallel rank."""
+def measure_cells(rank: int, ranks: int, wanted: List[Cell], progress: str = "") -> List[Result]:
+    """`measure` of each cell on one of `ranks` processes; for tests.helpers.distributed. progress: a bar of that name,
+    on the first rank."""
     from megatron.initialize import initialize_megatron
 
+    warnings.simplefilter("ignore", FutureWarning)  # of torch, about collectives
+    if any(backend == "te" for backend, *_ in wanted):
+        install_te()
     initialize_megatron(tiny_args(model_parallel_size=ranks, global_num_gpus=ranks))
+    shown = tqdm(wanted, desc=progress, unit="cell", disable=not progress or rank > 0)
+    return [measure(*cell) for cell in shown]
 
 
 def measure(backend: str, geometry: str, feature: str) -> Result:
@@ -72,12 +90,52 @@ def measure(backend: str, geometry: str, feature: str) -> Result:
     wanted = FEATURES[feature]
     try:
         args, attention = _build(backend, GEOMETRIES[geometry], wanted)
-    except (ConfigError, BackendError) as refusal:
-        return " ".join(str(refusal).split())
+    except ConfigError as refusal:
+        return "\n".join(refusal.problems)
+    except BackendError as refusal:
+        return str(refusal)
     case = case_of(geometry, feature)
     truths = _place(attention, backend, args, case)
-    with mock.patch.dict(chunked.BLOCK, {} if wanted.tokens == LONG else {"cpu": BLOCK}):
-        return _through_cache(args, attention, case) if wanted.cache else _pass(args, attention, case, truths)
+    shipped = _compare(args, attention, case, truths)
+    if backend != "chunked" or wanted.tokens == LONG:
+        return shipped
+    others = []
+    for torch_kernel in (True, False):
+        with in_blocks(torch_kernel):
+            others.append(_compare(args, attention, case, truths))
+    return largest([shipped, *others])
+
+
+def largest(differences: Iterable[Difference]) -> Difference:
+    """The worst output and the worst gradient."""
+    forward, gradient = zip(*differences, strict=True)
+    return Difference(_worst(forward), None if None in gradient else _worst(gradient))
+
+
+def _worst(values: Iterable[float]) -> float:
+    """The largest; NaN if one is NaN, which max() would lose."""
+    values = list(values)
+    return next((value for value in values if value != value), max(values))
+
+
+@contextlib.contextmanager
+def in_blocks(torch_kernel: bool):
+    """The chunked kernel takes a short text to its own loops over blocks, or to torch's kernel where that can run it.
+
+    As shipped it computes short texts with explicit scores.
+    """
+    with contextlib.ExitStack() as stack:
+        for table in (chunked.EXPLICIT_KEYS, chunked.BLOCK):
+            stack.enter_context(mock.patch.dict(table, cpu=0 if table is chunked.EXPLICIT_KEYS else BLOCK))
+        stack.enter_context(mock.patch.object(cpu_flash, "MASKED_ROWS", BLOCK))
+        if not torch_kernel:
+            never = {"can": lambda *_: False, "can_backward": lambda *_: False}
+            stack.enter_context(mock.patch.multiple(cpu_flash, **never))
+        yield
+
+
+def _compare(args, attention, case: Case, truths) -> Difference:
+    return _through_cache(args, attention, case) if case.cache else _pass(args, attention, case, truths)
 
 
 def _build(backend: str, numbers: Dict[str, Any], wanted: Feature):
@@ -127,10 +185,11 @@ def _pass(args, attention, case: Case, truths) -> Difference:
     tensors = (case.hidden, case.upstream, case.output, case.gradients["input"])
     hidden, upstream, output, gradient = (x.chunk(parts)[part] for x in tensors)
     hidden = hidden.clone().requires_grad_()
+    attention.zero_grad()
     found = _with_bias(attention(hidden))
     found.backward(upstream)
     pairs = [(hidden.grad, gradient), *((parameter.grad, truth) for parameter, truth in truths.values())]
-    return Difference(_apart(found, output), max(_apart(*pair) for pair in pairs))
+    return Difference(_apart(found, output), _worst(_apart(*pair) for pair in pairs))
 
 
 def _with_bias(result) -> torch.Tensor:
@@ -162,7 +221,7 @@ def _through_cache(args, attention, case: Case) -> Difference:
 
     weights = {name: values.double() for name, values in case.weights.items()}
     output = attention_reference(weights, case.hidden.double(), case.function, stored)
-    return Difference(max(_apart(found, output), *differences))
+    return Difference(_worst([_apart(found, output), *differences]))
 
 
 def _recorded(cache) -> list:

@@ -3,11 +3,15 @@
 The page that shows it is neox_args_head_dim.md, written by tools/attention_table.py from the same grid.
 """
 
+import contextlib
+from unittest import mock
+
 import pytest
 
+from megatron.model.attention.core import chunked, cpu_flash
 from tests.helpers import attention_grid as grid
 from tests.helpers.attention_cases import FEATURES, GEOMETRIES
-from tests.helpers.te import WHEEL, install_te
+from tests.helpers.te import install_te
 
 REFUSED = {
     ("flash", "softcap"): "attn_logit_softcap=0.7",  # torch's kernel, which is the one on a CPU
@@ -48,22 +52,31 @@ def assert_as_expected(cell, result, ranks=1):
         assert setting in result, f"TP {ranks}, {cell}: the refusal does not name {setting}: {result}"
 
 
-def backends():
-    """Those that can be imported here."""
-    return [name for name in grid.BACKENDS if name != "te" or (WHEEL / "transformer_engine").is_dir()]
-
-
 @pytest.fixture(scope="module", autouse=True)
 def transformer_engine():
-    if "te" in backends():
+    if "te" in grid.available():
         install_te()
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_every_cell_is_the_reference_or_refused(geometry):
-    for cell in grid.cells(backends()):
+    for cell in grid.cells(grid.available()):
         if cell[1] == geometry:
             assert_as_expected(cell, grid.measure(*cell))
+
+
+def test_the_chunked_kernel_is_measured_on_each_of_its_ways():
+    """With its short cuts, no text of the grid would come to its own loops, and few to torch's kernel."""
+    least = {(chunked, "_forward"): 3, (chunked, "_backward"): 3, (cpu_flash, "forward"): 2, (cpu_flash, "backward"): 1}
+    with contextlib.ExitStack() as stack:
+        spies = {}
+        for module, name in least:
+            spy = mock.patch.object(module, name, wraps=getattr(module, name))
+            spies[module, name] = stack.enter_context(spy)
+        for feature in ("causal", "window", "softcap"):
+            grid.measure("chunked", next(iter(GEOMETRIES)), feature)
+    for (module, name), count in least.items():
+        assert spies[module, name].call_count >= count, f"{module.__name__}.{name}"
 
 
 def test_the_grid_is_wide_enough():
