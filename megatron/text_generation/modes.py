@@ -6,6 +6,7 @@ from megatron.errors import ConfigError
 from megatron.neox_arguments.fields import defaults
 from megatron.text_generation.collective import from_rank_0
 from megatron.text_generation.prompts import read_prompts, tokenize_prompt
+from megatron.text_generation.runner import check_cache_settings
 from megatron.text_generation.samples import (
     generate_samples_input_from_file,
     generate_samples_interactive,
@@ -33,6 +34,7 @@ def check_request(neox_args) -> None:
     """
     _mode(neox_args)
     SamplingSettings(*(getattr(neox_args, name) for name in _SAMPLING))
+    check_cache_settings(neox_args, use_cache=not neox_args.recompute)
     end_of_generation(neox_args, 1, neox_args.maximum_tokens)
     if neox_args.text_gen_type == "input-file":
         from_rank_0(lambda: _check_prompt_file(neox_args))

@@ -1,6 +1,6 @@
 """The generation loop: prompts of unequal length in one batch, one more token in each row per step."""
 
-from typing import Iterator, List, NamedTuple, Optional, Sequence, Union
+from typing import Iterator, List, NamedTuple, Optional, Sequence, Set, Union
 
 import torch
 
@@ -92,13 +92,25 @@ def stream_tokens(
     if neox_args.return_logits:
         batch.logits = torch.zeros(end - first, len(prompts), vocabulary_size(neox_args), device=runner.device)
     runner.start(len(prompts), end - 1, use_cache=not recompute)
+    renewals = _cache_renewals(neox_args)
     for index in range(first, end):
         fed = 0 if recompute or index == first else index - 1
+        if fed in renewals:
+            runner.start(len(prompts), end - 1)
+            fed = 0
         chosen = _next_tokens(neox_args, runner, batch, range(fed, index), settings, generator, step=index - first)
         batch.append(chosen, index)
         yield batch.state(steps=index - first + 1)
         if batch.is_done.all():
             return
+
+
+def _cache_renewals(neox_args) -> Set[int]:
+    """Numbers of cached tokens at which the cache is filled again, with the whole text: the original lengths of
+    longrope, beyond which it rotates every key otherwise (Phi-3 in transformers does the same)."""
+    rotaries = (neox_args.layer_attention(number).rotary for number in range(neox_args.num_layers))
+    scalings = (None if rotary is None else rotary.scaling for rotary in rotaries)
+    return {each.length_threshold for each in scalings if each is not None and each.rope_type == "longrope"}
 
 
 def _next_tokens(neox_args, runner, batch, fed: range, settings, generator, step: int) -> torch.Tensor:

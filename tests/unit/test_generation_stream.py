@@ -72,6 +72,7 @@ def toy_args(**changes):
         return_logits=False,
         load="somewhere",
         precision="fp16",
+        num_layers=0,
         tokenizer=SimpleNamespace(eod=EOS, vocab_size=VOCABULARY),
     )
     return SimpleNamespace(**{**settings, **changes})
