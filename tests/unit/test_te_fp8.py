@@ -77,6 +77,19 @@ def test_each_setting_is_in_its_field_of_the_recipe(setting):
     assert changed.fp8_mha and changed.fp8_dpa
 
 
+def test_a_version_that_always_has_weight_gradients_in_fp8(monkeypatch):
+    """As 2.20, whose recipe has no override_linear_precision."""
+    from megatron.model.transformer_engine import api, fp8_recipe
+
+    def recipe(margin, fp8_format, amax_history_len, amax_compute_algo, fp8_dpa, fp8_mha):
+        return margin
+
+    monkeypatch.setattr(api, "DelayedScaling", recipe)
+    assert fp8_recipe(_args(te_fp8_margin=5)) == 5
+    with pytest.raises(BackendError, match="te_fp8_wgrad=False"):
+        fp8_recipe(_args(te_fp8_wgrad=False))
+
+
 def test_the_context_is_fp8_only_when_asked_for(with_fp8):
     from megatron.model.transformer_engine import fp8_context, fp8_recipe
 

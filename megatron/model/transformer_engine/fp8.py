@@ -15,16 +15,26 @@ _FORMATS = {"e4m3": api.Format.E4M3, "hybrid": api.Format.HYBRID}
 
 
 def fp8_recipe(neox_args) -> api.DelayedScaling:
-    """TE's description of the FP8 arithmetic. The weight gradients' products can be left in the model's precision."""
-    return api.DelayedScaling(
+    """TE's description of the FP8 arithmetic.
+
+    Raises BackendError for weight gradients in the model's precision where the installed version has no such choice.
+    """
+    arguments = dict(
         margin=neox_args.te_fp8_margin,
         fp8_format=_FORMATS[neox_args.te_fp8_format],
         amax_history_len=neox_args.te_fp8_amax_history_len,
         amax_compute_algo=neox_args.te_fp8_amax_compute_algo,
-        override_linear_precision=(False, False, not neox_args.te_fp8_wgrad),
         fp8_dpa=neox_args.te_fp8_mha,  # TE's fp8_mha means: no casts between the projections and this
         fp8_mha=neox_args.te_fp8_mha,
     )
+    if api.accepts(api.DelayedScaling, "override_linear_precision"):
+        arguments["override_linear_precision"] = (False, False, not neox_args.te_fp8_wgrad)
+    elif not neox_args.te_fp8_wgrad:
+        raise BackendError(
+            f"te_fp8_wgrad=False: Transformer Engine {api.VERSION} computes weight gradients in FP8 whenever the rest "
+            "is; remove it, or install 1.12"
+        )
+    return api.DelayedScaling(**arguments)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import torch
 from megatron import mpu
 from megatron.model.transformer_engine import api
 from megatron.model.transformer_engine.common import exempt_from_decay, sum_gradient
+from megatron.model.transformer_engine.extra_state import keep_extra_state_plain
 
 
 class _TENorm(torch.nn.Module):
@@ -23,6 +24,7 @@ class _TENorm(torch.nn.Module):
         exempt_from_decay(*self.norm.parameters())
         if sum_gradient:
             _sum_gradients(self.norm)
+        keep_extra_state_plain(self)  # TE 2's norms have such an entry
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., shape]"""
