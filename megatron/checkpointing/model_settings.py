@@ -89,11 +89,13 @@ def inference_args(
     model_parallel_size: Optional[int] = None,
     precision: str = "fp32",
     length: int = 1,
+    changes: Optional[Mapping[str, Any]] = None,
 ) -> NeoXArgs:
     """Arguments of the checkpoint's model, to be run by `model_parallel_size` processes without pipeline.
 
     configs: paths of the YAML files, merged; by default those in the checkpoint. model_parallel_size: by default the
-    checkpoint's. length: tokens in a row; seq_length is raised to it where the positions allow it.
+    checkpoint's. length: tokens in a row; seq_length is raised to it where the positions allow it. changes: settings
+    that win over the files.
 
     Raises ConfigError for faulty settings, CheckpointError without any.
     """
@@ -113,6 +115,7 @@ def inference_args(
             "train_micro_batch_size_per_gpu": 1,
             "distributed_backend": "gloo",
             "use_cpu_initialization": True,
+            **(changes or {}),
         }
     )
 

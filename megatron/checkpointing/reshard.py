@@ -6,10 +6,10 @@ import shutil
 from typing import Any, Dict, Iterator, Mapping, Optional
 
 import torch
-import yaml
 from tqdm import tqdm
 
 from megatron.checkpointing import folders
+from megatron.checkpointing.config_texts import with_settings
 from megatron.checkpointing.reader import CheckpointReader, LayerState, layer_file
 from megatron.checkpointing.resharded import ReshardedReader
 from megatron.checkpointing.safe_load import load_file, save_file
@@ -149,29 +149,11 @@ def _iteration(reader: CheckpointReader) -> int:
 def _write_configs(folder: str, texts: Mapping[str, str], model_parallel_size: int, pipe_parallel_size: int) -> None:
     """The model's YAML files with the new parallel sizes in them, otherwise untouched."""
     os.makedirs(os.path.join(folder, "configs"))
-    missing = {"model_parallel_size": model_parallel_size, "pipe_parallel_size": pipe_parallel_size}
-    for name, text in texts.items():
-        if name != LAYOUT_FILE:
-            for key, value in list(missing.items()):
-                text, found = _with_setting(text, key, value)
-                if found:
-                    del missing[key]
-            _write_text(os.path.join(folder, "configs", name), text)
-    if missing:
-        _write_text(os.path.join(folder, "configs", LAYOUT_FILE), yaml.safe_dump(missing))
+    sizes = {"model_parallel_size": model_parallel_size, "pipe_parallel_size": pipe_parallel_size}
+    kept = {name: text for name, text in texts.items() if name != LAYOUT_FILE}
+    for name, text in with_settings(kept, sizes, LAYOUT_FILE).items():
+        _write_text(os.path.join(folder, "configs", name), text)
     folders.sync_folder(os.path.join(folder, "configs"))
-
-
-def _with_setting(text: str, key: str, value: int) -> tuple:
-    """(text, whether it sets `key`), with the value replaced; comments and spelling stay where that is possible."""
-    settings = yaml.safe_load(text)
-    spelled = [name for name in settings or {} if name.replace("-", "_") == key]
-    if not spelled:
-        return text, False
-    wanted = {**settings, spelled[0]: value}
-    pattern = re.compile(rf"""^([^#\n]*?(?:\b|["']){spelled[0]}["']?\s*:\s*)(?:\d+|null|~)""", re.MULTILINE)
-    changed = pattern.sub(rf"\g<1>{value}", text)
-    return changed if yaml.safe_load(changed) == wanted else yaml.safe_dump(wanted, sort_keys=False), True
 
 
 def _write_text(path: str, text: str) -> None:

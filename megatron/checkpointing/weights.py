@@ -15,6 +15,7 @@ from megatron.checkpointing.reader import CheckpointReader
 from megatron.checkpointing.resharded import ReshardedReader
 from megatron.checkpointing.shards import Shards
 from megatron.checkpointing.stamp import check_stamp
+from megatron.checkpointing.te_names import conversion_hints
 from megatron.errors import CheckpointError
 
 Weights = Union[CheckpointReader, ReshardedReader]
@@ -71,10 +72,12 @@ def layers_of(model) -> Dict[int, Dict[str, torch.Tensor]]:
 def weight_problems(model, reader: Weights, tp_rank: int) -> List[str]:
     """Every missing, unexpected or differently shaped weight, as lines."""
     wanted = layers_of(model)
-    problems = []
+    problems, names = [], ([], [])
     for index in sorted(set(wanted) | _present(model, reader, tp_rank)):
         saved, ours = reader.layer_state(index, tp_rank), wanted.get(index, {})
         saved = {name: tensor for name, tensor in saved.items() if not is_extra_state(name)}
+        names[0].extend(saved)
+        names[1].extend(ours)
         for name in sorted(set(saved) | set(ours)):
             if name not in saved:
                 problems.append(f"layer {index} {name}: missing in the checkpoint")
@@ -85,7 +88,7 @@ def weight_problems(model, reader: Weights, tp_rank: int) -> List[str]:
             elif tuple(saved[name].shape) != _shape(ours[name]):
                 shapes = f"{list(saved[name].shape)} in the checkpoint, {list(_shape(ours[name]))} in the model"
                 problems.append(f"layer {index} {name}: shape {shapes}")
-    return problems
+    return conversion_hints(*names) + problems
 
 
 def tensor_parallel_problems(neox_args, reader: CheckpointReader) -> List[str]:

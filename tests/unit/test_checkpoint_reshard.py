@@ -6,8 +6,8 @@ import pytest
 import torch
 import yaml
 
+from megatron.checkpointing.config_texts import with_setting
 from megatron.checkpointing.reader import CheckpointReader
-from megatron.checkpointing.reshard import _with_setting
 from megatron.checkpointing.shards import Shards
 from megatron.checkpointing.stamp import read_stamp
 from megatron.model.gpt2_model import build_model
@@ -193,7 +193,7 @@ def test_config_text_keeps_its_comments(tmp_path):
     ],
 )
 def test_parallel_sizes_in_any_spelling(text, expected):
-    new, found = _with_setting(text, "pipe_parallel_size", 3)
+    new, found = with_setting(text, "pipe_parallel_size", 3)
     before, after = yaml.safe_load(text) or {}, yaml.safe_load(new) or {}
     assert found == (expected is not None)
     assert after.get("pipe_parallel_size", after.get("pipe-parallel-size")) == expected
