@@ -10,6 +10,8 @@ from tests.helpers.attention_reference import AttentionFunction, value_and_gradi
 BATCH, TOKENS = 2, 12
 LONG = 132
 """Tokens of the one text that is longer than a block of the chunked kernel on the CPU; of one row."""
+BASE = 700.0
+"""rotary_emb_base, not the default."""
 EPS = 1e-3
 """Of the norms: large enough that leaving it out is seen."""
 
@@ -115,6 +117,7 @@ def _function(numbers: Dict[str, Any], settings: Dict[str, Any]) -> AttentionFun
         numbers.get("num_kv_heads", heads),
         width,
         rotary_ndims=0 if positions else int(width * numbers["rotary_pct"]),
+        base=BASE,
         scale=settings.get("softmax_scale"),
         window=settings.get("sliding_window_width"),
         softcap=settings.get("attn_logit_softcap"),
