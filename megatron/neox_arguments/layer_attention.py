@@ -23,7 +23,8 @@ class RotarySettings:
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """One layer's function. `window` is in tokens beside the query itself, None for all tokens before it."""
+    """One layer's function. `window` is in tokens beside the query itself, None for all tokens before it; `rotary` is
+    None without rotary positions."""
 
     layer_type: str
     softmax_scale: float
@@ -45,9 +46,14 @@ def layer_attention(args: Any, layer_number: int = 0) -> LayerAttention:
         softmax_scale=geometry.default_softmax_scale if args.softmax_scale is None else args.softmax_scale,
         window=args.sliding_window_width if layer_type == "sliding_attention" else None,
         logit_softcap=args.attn_logit_softcap,
-        rotary=_rotary(args, geometry.rotary_ndims, layer_type) if args.pos_emb == "rotary" else None,
+        rotary=_rotary(args, geometry.rotary_ndims, layer_type) if has_rotary(args, layer_number) else None,
         qk_norm=args.qk_norm_type or ("joint" if args.use_qk_layernorm else None),
     )
+
+
+def has_rotary(args: Any, layer_number: int) -> bool:
+    """Whether queries and keys of a layer are rotated by their positions."""
+    return args.pos_emb == "rotary" and (args.no_rope_layers is None or bool(args.no_rope_layers[layer_number]))
 
 
 def is_by_layer_type(value: Any) -> bool:

@@ -101,6 +101,18 @@ def _layer_types(settings: Any) -> Iterator[str]:
         yield f"sliding_window_width={window} is used by no layer: layer_types has no sliding_attention; remove one"
 
 
+def _no_rope_layers(settings: Any) -> Iterator[str]:
+    flags = settings.no_rope_layers
+    if flags is None:
+        return
+    if settings.pos_emb != "rotary":
+        yield f"no_rope_layers={flags} is only used with pos_emb=rotary, not {settings.pos_emb}; remove it"
+    elif not all(type(flag) in (int, bool) and flag in (0, 1) for flag in flags):
+        yield f"no_rope_layers={flags} must be a list of 1 (rotary positions) and 0 (none), one for each layer"
+    elif settings.num_layers is not None and len(flags) != max(settings.num_layers, 0):
+        yield f"no_rope_layers has {len(flags)} entries and num_layers={settings.num_layers}; they must be as many"
+
+
 def _rotary(settings: Any) -> Iterator[str]:
     types = dict.fromkeys(layer_type for layer_type in settings.layer_types if layer_type in LAYER_TYPES)
     odd_bases = list(_rotary_bases(settings.rotary_emb_base, types))
@@ -205,4 +217,15 @@ def _qk_norm(settings: Any) -> Iterator[str]:
         )
 
 
-CHECKS = (_required, _head_widths, _mlp_width, _attention_kinds, _layer_types, _rotary, _positions, _blocks, _qk_norm)
+CHECKS = (
+    _required,
+    _head_widths,
+    _mlp_width,
+    _attention_kinds,
+    _layer_types,
+    _no_rope_layers,
+    _rotary,
+    _positions,
+    _blocks,
+    _qk_norm,
+)

@@ -102,7 +102,7 @@ class ParallelSelfAttention(nn.Module):
     @property
     def rotary_ndims(self) -> int:
         """How many dimensions of a head are rotated; 0 without rotary positions."""
-        return self.geometry.rotary_ndims
+        return 0 if self.function.rotary is None else self.geometry.rotary_ndims
 
     def _set_score_arithmetic(self, neox_args) -> None:
         self.score_divisor = 1.0
@@ -148,7 +148,7 @@ class ParallelSelfAttention(nn.Module):
         if self.pos_emb == "alibi":
             self.alibi_embed = AliBi(self.geometry.num_attention_heads)
         self.rotary_emb = None
-        if self.pos_emb == "rotary":
+        if self.function.rotary is not None:
             buffer_dtype = neox_args.params_dtype if neox_args.rotary_save_freqs_buffer else None
             self.rotary_emb = RotaryEmbedding(self.function.rotary, buffer_dtype)
 

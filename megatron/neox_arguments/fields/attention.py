@@ -21,6 +21,10 @@ class NeoXArgsAttention:
     sliding_attention layers have the window of `sliding_window_width`. Null: all of one type, sliding_attention if
     `sliding_window_width` is set."""
 
+    no_rope_layers: Optional[list] = None
+    """Layers without rotary positions, as Hugging Face writes it for SmolLM3: a list with 1 for each layer that has
+    them and 0 for each that has none. Only for pos_emb rotary. Null: all layers have them."""
+
     rope_scaling: Optional[dict] = None
     """Change of the rotary frequencies for contexts beyond those of pretraining, as Hugging Face writes it: a mapping
     with rope_type linear, dynamic, llama3, yarn or longrope and that type's numbers (factor,
