@@ -3,9 +3,15 @@
 from typing import Dict
 
 from megatron.convert.families.base import Family
+from megatron.convert.families.gemma import Gemma, Gemma2, Gemma3Text
+from megatron.convert.families.gpt_neox import GPTNeoX
 from megatron.convert.families.llama import Llama
+from megatron.convert.families.olmo2 import Olmo2
+from megatron.convert.families.phi import Phi
 
-FAMILIES: Dict[str, Family] = {family.model_type: family for family in (Llama(),)}
+FAMILIES: Dict[str, Family] = {
+    family.model_type: family for family in (Llama(), Gemma(), Gemma2(), Gemma3Text(), Olmo2(), Phi(), GPTNeoX())
+}
 """In the order in which export prefers them."""
 
 __all__ = ["FAMILIES", "Family"]
