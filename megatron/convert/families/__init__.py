@@ -5,12 +5,32 @@ from typing import Dict
 from megatron.convert.families.base import Family
 from megatron.convert.families.gemma import Gemma, Gemma2, Gemma3Text
 from megatron.convert.families.gpt_neox import GPTNeoX
+from megatron.convert.families.granite import Granite
 from megatron.convert.families.llama import Llama
+from megatron.convert.families.mistral import Mistral
+from megatron.convert.families.mixtral import Mixtral
 from megatron.convert.families.olmo2 import Olmo2
 from megatron.convert.families.phi import Phi
+from megatron.convert.families.qwen import Qwen2, Qwen3
+from megatron.convert.families.smollm3 import SmolLM3
 
 FAMILIES: Dict[str, Family] = {
-    family.model_type: family for family in (Llama(), Gemma(), Gemma2(), Gemma3Text(), Olmo2(), Phi(), GPTNeoX())
+    family.model_type: family
+    for family in (
+        Llama(),
+        Mistral(),
+        Qwen2(),
+        Qwen3(),
+        SmolLM3(),
+        Granite(),
+        Mixtral(),
+        Gemma(),
+        Gemma2(),
+        Gemma3Text(),
+        Olmo2(),
+        Phi(),
+        GPTNeoX(),
+    )
 }
 """In the order in which export prefers them."""
 

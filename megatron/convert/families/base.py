@@ -3,10 +3,26 @@
 from typing import Any, Dict, FrozenSet, List, Mapping
 
 from megatron.checkpointing.model_settings import FUNCTION_SETTINGS
+from megatron.convert.families.rope import rope_config, rope_settings
 from megatron.convert.rules import Rule
-from megatron.errors import ConversionError
+from megatron.errors import ConfigError, ConversionError
 from megatron.geometry import HeadGeometry
 from megatron.neox_arguments.fields import defaults
+
+__all__ = [
+    "COMMON",
+    "GATED",
+    "Family",
+    "activation_of",
+    "common_config",
+    "common_settings",
+    "head_dim_of",
+    "hidden_act_of",
+    "refuse",
+    "rope_config",
+    "rope_settings",
+    "scale_setting",
+]
 
 GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu", "relu": "reglu"}
 """hidden_act of a gated MLP -> our activation. The first name of each is the one that is written."""
@@ -20,6 +36,12 @@ COMMON = frozenset(
     """.split()
 )
 """Settings that every family carries in its own way, or that do not change the function."""
+
+
+def refuse(problems: List[str]) -> None:
+    """Raises ConversionError with all of them, if there are any."""
+    if problems:
+        raise ConversionError("\n".join(problems))
 
 
 def common_settings(config: Any) -> Dict[str, Any]:
@@ -40,6 +62,7 @@ def common_settings(config: Any) -> Dict[str, Any]:
         "no_weight_tying": not config.tie_word_embeddings,
         "use_bias_in_attn_linear": False,
         "use_bias_in_mlp": False,
+        "attention_dropout": config.attention_dropout or 0.0,
     }
 
 
@@ -48,7 +71,10 @@ def head_dim_of(config: Any) -> int:
     width = getattr(config, "head_dim", None)
     if width is not None:
         return width
-    return HeadGeometry.from_config(config.hidden_size, config.num_attention_heads).head_dim
+    try:
+        return HeadGeometry.from_config(config.hidden_size, config.num_attention_heads).head_dim
+    except ConfigError as error:
+        raise ConversionError("\n".join(error.problems)) from None
 
 
 def common_config(family: "Family", neox_args, vocabulary: int) -> Dict[str, Any]:
@@ -70,18 +96,10 @@ def common_config(family: "Family", neox_args, vocabulary: int) -> Dict[str, Any
     }
 
 
-def rope_settings(config: Any) -> Dict[str, Any]:
-    """rotary_emb_base, rope_scaling and rotary_pct from transformers 5's rope_parameters (one for all layers)."""
-    parameters = dict(config.rope_parameters)
-    base, share = parameters.pop("rope_theta"), parameters.pop("partial_rotary_factor", 1.0)
-    scaling = None if parameters.get("rope_type", "default") == "default" else parameters
-    return {"rotary_emb_base": base, "rotary_pct": share, "rope_scaling": scaling}
-
-
-def rope_config(neox_args) -> Dict[str, Any]:
-    """Inverse of rope_settings."""
-    scaling = neox_args.rope_scaling or {"rope_type": "default"}
-    return {"rope_parameters": {**scaling, "rope_theta": float(neox_args.rotary_emb_base)}}
+def scale_setting(config: Any, scale: float) -> Dict[str, Any]:
+    """softmax_scale, null where it is what head_dim gives anyway."""
+    default = HeadGeometry.from_config(config.hidden_size, config.num_attention_heads, head_dim=head_dim_of(config))
+    return {"softmax_scale": None if scale == default.default_softmax_scale else scale}
 
 
 def activation_of(hidden_act: str) -> str:
@@ -142,7 +160,7 @@ class Family:
         problems = []
         for name in sorted(FUNCTION_SETTINGS - COMMON - self.expressed):
             value, wanted = getattr(neox_args, name), self.fixed.get(name, standard[name])
-            if value != wanted and not _is_unused(name, neox_args):
+            if value != wanted and not _is_unused(name, neox_args) and not _is_neutral(name, neox_args):
                 problems.append(f"{name}={value}: a {self.architecture} has {name}={wanted}")
         return problems
 
@@ -163,3 +181,16 @@ _ONLY_WITH = {
 def _is_unused(name: str, neox_args) -> bool:
     switch, value = _ONLY_WITH.get(name, (None, None))
     return switch is not None and getattr(neox_args, switch) != value
+
+
+_NEUTRAL = {
+    "softmax_scale": lambda args: args.softmax_scale == args.head_geometry().default_softmax_scale,
+    "embedding_multiplier": lambda args: args.embedding_multiplier == 1,
+    "no_rope_layers": lambda args: all(args.no_rope_layers),
+    "use_qk_layernorm": lambda args: args.qk_norm_type == "joint",  # said by qk_norm_type already
+}
+"""Settings whose values can say what their default says: (arguments) -> whether this one does."""
+
+
+def _is_neutral(name: str, neox_args) -> bool:
+    return name in _NEUTRAL and _NEUTRAL[name](neox_args)

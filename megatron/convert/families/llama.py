@@ -1,6 +1,6 @@
 """LlamaForCausalLM, and the table that most families share with it."""
 
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Mapping
 
 from megatron.convert.families.base import (
     Family,
@@ -8,9 +8,9 @@ from megatron.convert.families.base import (
     common_config,
     common_settings,
     hidden_act_of,
-    rope_config,
-    rope_settings,
+    refuse,
 )
+from megatron.convert.families.rope import rope_config, rope_settings, rotary_problems, whole_rotation_problems
 from megatron.convert.operations import QKV, STACK, VOCABULARY
 from megatron.convert.rules import EMBEDDING, HEAD, LAYER, NORM, Rule
 
@@ -19,25 +19,25 @@ MLP = "model.layers.{i}.mlp."
 QKV_NAMES = tuple(f"{ATTENTION}{x}_proj" for x in "qkv")
 
 
-class Llama(Family):
-    """Llama 1 to 3.x. attention_bias gives all four projections a bias, mlp_bias all three of the MLP."""
+class LlamaLike(Family):
+    """Families whose layer is Llama's, but for what their own settings say.
 
-    model_type = "llama"
-    architecture = "LlamaForCausalLM"
-    fixed = dict(norm="rmsnorm", pos_emb="rotary")
-    expressed = frozenset(
-        "rms_norm_epsilon rotary_emb_base rope_scaling activation use_bias_in_attn_linear use_bias_in_mlp".split()
-    )
+    bias_keys: which of attention_bias and mlp_bias the class knows.
+    """
+
+    fixed = dict(norm="rmsnorm", pos_emb="rotary", use_bias_in_attn_linear=False, use_bias_in_mlp=False)
+    plain = frozenset("rms_norm_epsilon rotary_emb_base rope_scaling activation".split())
+    bias_keys: Mapping[str, str] = {}
 
     def settings(self, config: Any) -> Dict[str, Any]:
+        refuse([*whole_rotation_problems(config, self.architecture), *self.import_problems(config)])
         return {
             **common_settings(config),
             **rope_settings(config),
             **self.fixed,
             "rms_norm_epsilon": config.rms_norm_eps,
             "activation": activation_of(config.hidden_act),
-            "use_bias_in_attn_linear": config.attention_bias,
-            "use_bias_in_mlp": config.mlp_bias,
+            **{ours: getattr(config, theirs) for theirs, ours in self.bias_keys.items()},
         }
 
     def config(self, neox_args, vocabulary: int) -> Dict[str, Any]:
@@ -46,9 +46,31 @@ class Llama(Family):
             **rope_config(neox_args),
             "rms_norm_eps": neox_args.rms_norm_epsilon,
             "hidden_act": hidden_act_of(neox_args),
-            "attention_bias": neox_args.use_bias_in_attn_linear,
-            "mlp_bias": neox_args.use_bias_in_mlp,
+            **{theirs: getattr(neox_args, ours) for theirs, ours in self.bias_keys.items()},
         }
+
+    def import_problems(self, config: Any) -> List[str]:
+        """What a config of this class can say and no model here does."""
+        return []
+
+    def further_refusals(self, neox_args) -> List[str]:
+        return super().further_refusals(neox_args) + rotary_problems(neox_args, self.architecture)
+
+    def rules(self, neox_args) -> List[Rule]:
+        return [*embedding_rules(neox_args), *pre_norm_rules(), *attention_rules(neox_args), *mlp_rules(neox_args)]
+
+
+BIASES = {"attention_bias": "use_bias_in_attn_linear", "mlp_bias": "use_bias_in_mlp"}
+"""attention_bias gives all four projections a bias, mlp_bias all three of the MLP."""
+
+
+class Llama(LlamaLike):
+    """Llama 1 to 3.x."""
+
+    model_type = "llama"
+    architecture = "LlamaForCausalLM"
+    expressed = LlamaLike.plain | set(BIASES.values())
+    bias_keys = BIASES
 
     def further_refusals(self, neox_args) -> List[str]:
         problems = super().further_refusals(neox_args)
@@ -59,9 +81,6 @@ class Llama(Family):
                 "transformers' LlamaConfig refuses a hidden size that is no multiple of the heads, even with head_dim"
             )
         return problems
-
-    def rules(self, neox_args) -> List[Rule]:
-        return [*embedding_rules(neox_args), *pre_norm_rules(), *attention_rules(neox_args), *mlp_rules(neox_args)]
 
 
 def embedding_rules(neox_args) -> List[Rule]:

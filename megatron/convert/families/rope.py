@@ -1,0 +1,81 @@
+"""Rotary positions of config.json: transformers 5's rope_parameters, to which transformers 4's keys are read too."""
+
+from typing import Any, Dict, List, Optional, Tuple
+
+from megatron.neox_arguments.layer_attention import of_layer_type
+
+_ORIGINAL = "original_max_position_embeddings"
+
+
+def rope_settings(config: Any) -> Dict[str, Any]:
+    """rotary_emb_base, rope_scaling and rotary_pct of a config with one set of rotary numbers for all layers.
+
+    Type dynamic: its max_position_embeddings is the length that the scaling starts from, and ours the length after
+    scaling, so seq_length and max_position_embeddings are among the settings then.
+    """
+    parameters = {key: value for key, value in config.rope_parameters.items() if key != "type"}
+    base, share = parameters.pop("rope_theta"), parameters.pop("partial_rotary_factor", 1.0)
+    settings = {"rotary_emb_base": base, "rotary_pct": share, "rope_scaling": None}
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type == "default":
+        return settings
+    if rope_type == "dynamic":
+        original = config.max_position_embeddings
+        parameters[_ORIGINAL] = original
+        longest = int(original * parameters.get("factor", 1))
+        settings.update(seq_length=longest, max_position_embeddings=longest)
+    return {**settings, "rope_scaling": parameters}
+
+
+def whole_rotation_problems(config: Any, architecture: str) -> List[str]:
+    """For classes that rotate whole heads, whatever their config.json says."""
+    share = config.rope_parameters.get("partial_rotary_factor", 1.0)
+    if share == 1.0:
+        return []
+    return [
+        f"partial_rotary_factor={share}: a {architecture} of transformers rotates the whole head and ignores it; "
+        "remove it from config.json if the model was trained so"
+    ]
+
+
+def rope_config(neox_args) -> Dict[str, Any]:
+    """Inverse of rope_settings, for models of which rotary_problems has nothing to say."""
+    base, scaling = _of_all_layers(neox_args)
+    parameters = _plain(scaling)
+    config: Dict[str, Any] = {}
+    if parameters["rope_type"] == "dynamic":
+        config["max_position_embeddings"] = parameters.pop(_ORIGINAL, neox_args.max_position_embeddings)
+    if neox_args.rotary_pct != 1.0:
+        parameters["partial_rotary_factor"] = neox_args.rotary_pct
+    return {**config, "rope_parameters": {**parameters, "rope_theta": float(base)}}
+
+
+def rotary_problems(neox_args, architecture: str) -> List[str]:
+    """Why one set of rotary numbers does not describe the model; empty if it does, or if nothing is rotated."""
+    layers = (neox_args.layer_attention(number) for number in range(neox_args.num_layers))
+    by_type = {layer.layer_type: layer.rotary for layer in layers if layer.rotary is not None}
+    if len(set(by_type.values())) <= 1:
+        return []
+    return [
+        f"rotary_emb_base={neox_args.rotary_emb_base}, rope_scaling={neox_args.rope_scaling}: they differ by layer "
+        f"type, and a {architecture} has one of each for all layers"
+    ]
+
+
+def _of_all_layers(neox_args) -> Tuple[float, Optional[Dict[str, Any]]]:
+    """(base, scaling) of the first layer that is rotated, if any is."""
+    layers = [neox_args.layer_attention(number) for number in range(neox_args.num_layers)]
+    layer = next((layer for layer in layers if layer.rotary is not None), layers[0])
+    return (
+        of_layer_type(neox_args.rotary_emb_base, layer.layer_type),
+        of_layer_type(neox_args.rope_scaling, layer.layer_type),
+    )
+
+
+def _plain(scaling: Optional[Dict[str, Any]]) -> Dict[str, Any]:
+    """A scaling in transformers 5's spelling, with nothing in it that other keys say."""
+    said = ("type", "rope_theta", "partial_rotary_factor")
+    numbers = {key: value for key, value in (scaling or {}).items() if key not in said}
+    rope_type = numbers.pop("rope_type", None) or (scaling or {}).get("type") or "default"
+    rope_type = {"su": "longrope"}.get(rope_type, rope_type)
+    return {"rope_type": rope_type, **(numbers if rope_type != "default" else {})}
