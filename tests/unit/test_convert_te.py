@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from megatron.checkpointing import folders
+from megatron.checkpointing import folders, inspection
 from megatron.checkpointing.config_texts import with_setting
 from megatron.checkpointing.model_settings import inference_args, vocabulary_rows
 from megatron.checkpointing.reader import CheckpointReader
@@ -18,7 +18,7 @@ from megatron.checkpointing.resharded import ReshardedReader
 from megatron.checkpointing.shards import Shards
 from megatron.checkpointing.stamp import read_stamp
 from megatron.checkpointing.te_names import as_native, conversion_hints, form_of
-from megatron.checkpointing.weights import load_weights_from
+from megatron.checkpointing.weights import fill, layers_of, load_weights_from, weight_problems
 from megatron.errors import CheckpointError
 from megatron.model.gpt2_model import build_model
 from megatron.neox_arguments import NeoXArgs
@@ -198,6 +198,36 @@ def test_what_transformer_engine_saved_becomes_native(tmp_path, capsys):
     again = convert(tmp_path / "ours_native", tmp_path / "again", "te")
     expected = {(0, index, name): tensor for index, state in layers.items() for name, tensor in state.items()}
     assert_equal(read_all(again), expected)
+
+
+class WithExtraState(torch.nn.Linear):
+    """What Transformer Engine 1.12 puts into a state dict beside its weights."""
+
+    def get_extra_state(self):
+        return io.BytesIO(b"now")
+
+    def set_extra_state(self, state):
+        raise AssertionError("weights alone are taken")
+
+
+@pytest.mark.parametrize("saved", [None, io.BytesIO(b"longer than now"), torch.zeros(9, dtype=torch.uint8)], ids=str)
+def test_extra_state_is_no_weight(saved, tmp_path):
+    """Loading weights neither compares nor needs it: FP8 on or off, before or now."""
+    model = torch.nn.Module()
+    model.sequential = torch.nn.ModuleList([WithExtraState(3, 2)])
+    state = {"weight": torch.randn(2, 3), "bias": torch.randn(2)}
+    layer = state if saved is None else {**state, "_extra_state": saved}
+    folder = write_checkpoint(tmp_path, {0: layer}, settings_of("mha"))
+    reader = CheckpointReader(folder)
+    assert layers_of(model)[0].keys() == state.keys()
+    assert weight_problems(model, reader, 0) == []
+    fill(model, reader, 0)
+    assert torch.equal(model.sequential[0].weight, state["weight"])
+    assert len(list(inspection.tensors(reader))) == len(layer)
+    model.sequential[0].bias = None
+    assert weight_problems(model, reader, 0) == [
+        "layer 0 bias: in the checkpoint, but this model has no such parameter"
+    ]
 
 
 # Parts and settings
