@@ -1,19 +1,18 @@
 """A checkpoint written anew for another number of tensor-parallel ranks and pipeline stages: weights, no optimizer."""
 
 import os
-import re
 import shutil
-from typing import Any, Dict, Iterator, Mapping, Optional
+from contextlib import ExitStack
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Protocol
 
-import torch
 from tqdm import tqdm
 
 from megatron.checkpointing import folders
 from megatron.checkpointing.config_texts import with_settings
-from megatron.checkpointing.reader import CheckpointReader, LayerState, layer_file
-from megatron.checkpointing.resharded import ReshardedReader
-from megatron.checkpointing.safe_load import load_file, save_file
+from megatron.checkpointing.reader import LayerState, layer_file
+from megatron.checkpointing.safe_load import save_file
 from megatron.checkpointing.stamp import write_stamp
+from megatron.checkpointing.streamed_file import StreamedFile
 from megatron.errors import CheckpointError
 
 LAYOUT_FILE = "layout.yml"
@@ -35,8 +34,32 @@ _EMPTY_STATE = {
 """What DeepSpeed looks up, for a checkpoint made by a converter, which may lack it."""
 
 
+class Weights(Protocol):
+    """What is written: a model split over ranks, read layer by layer."""
+
+    folder: str
+    """Where it comes from, for messages."""
+    model_parallel_size: int
+    vocabulary_rows: int
+    iteration: int
+    nbytes: int
+    """Of all that will be written, for the progress bar."""
+
+    def layer_indices(self) -> List[int]:
+        """The layers that have weights, ascending."""
+
+    def layer_state(self, index: int, tp_rank: int) -> LayerState:
+        """{name: tensor} of one layer on one rank; asked for layer by layer, and within a layer rank by rank."""
+
+    def verify_layer(self, index: int) -> None:
+        """Hold what layer_state will read against its checksums; called before it. Raises CheckpointError."""
+
+    def records(self, mp_rank: int) -> Dict[str, Any]:
+        """The rest of an `mp_rank` file: DeepSpeed's state, `args`, random states, as far as there is any."""
+
+
 def write_resharded(
-    weights: ReshardedReader, neox_args, out: str, pipe_parallel_size: int, configs: Mapping[str, str]
+    weights: Weights, neox_args, out: str, pipe_parallel_size: int, configs: Mapping[str, str], progress: bool = True
 ) -> str:
     """Write `weights` as `out`/global_step<N>, with `latest`; returns that folder.
 
@@ -46,21 +69,20 @@ def write_resharded(
 
     Raises CheckpointError, leaving nothing behind, if `out` has something in it or the weights cannot be split so.
     """
-    iteration = _iteration(weights.reader)
-    with _new_folder(out, iteration) as unfinished:
-        stages = max(pipe_parallel_size, 1)
-        layers = unfinished if pipe_parallel_size else os.path.join(unfinished, "layers")
-        os.makedirs(layers, exist_ok=True)
-        _write_layers(weights, layers)
-        for mp_rank in range(stages * weights.model_parallel_size):
-            module = None if pipe_parallel_size else _sequential_module(layers, weights, mp_rank)
-            _write_rank(weights, unfinished, mp_rank, stages, module)
-        if not pipe_parallel_size:
-            shutil.rmtree(layers)
+    stages = max(pipe_parallel_size, 1)
+    with _new_folder(out, weights.iteration) as unfinished:
+        with tqdm(
+            total=weights.nbytes, unit="B", unit_scale=True, dynamic_ncols=True, desc="weights", disable=not progress
+        ) as bar:
+            write = _write_layers if pipe_parallel_size else _write_sequential
+            write(weights, unfinished, bar)
+        if pipe_parallel_size:
+            for mp_rank in range(stages * weights.model_parallel_size):
+                save_file(_rank_state(weights, mp_rank, stages, None), _rank_path(unfinished, mp_rank))
         write_stamp(neox_args, unfinished)
         _write_configs(unfinished, configs, weights.model_parallel_size, pipe_parallel_size)
-        folders.publish(out, iteration)
-    return os.path.join(out, folders.tag_of(iteration))
+        folders.publish(out, weights.iteration)
+    return os.path.join(out, folders.tag_of(weights.iteration))
 
 
 class _new_folder:
@@ -87,18 +109,34 @@ class _new_folder:
                 os.rmdir(self._out)
 
 
-def _write_layers(weights: ReshardedReader, folder: str) -> None:
-    indices = weights.layer_indices()
-    if not weights.reader.is_layered:
-        weights.verify(0, indices)
-    with tqdm(total=len(indices) * weights.model_parallel_size, desc="layers", unit="file", dynamic_ncols=True) as bar:
-        for index in indices:
-            if weights.reader.is_layered:  # just before it is read for use, so that the disk is read once
-                weights.verify(0, [index])
-            for rank in range(weights.model_parallel_size):
-                state = weights.layer_state(index, rank)
-                save_file(dict(_of_their_own(state)), os.path.join(folder, layer_file(index, rank)))
-                bar.update()
+def _write_layers(weights: Weights, folder: str, bar: tqdm) -> None:
+    """One file for each layer and rank."""
+    for index in weights.layer_indices():
+        weights.verify_layer(index)  # just before it is read for use, so that the disk is read once
+        for rank in range(weights.model_parallel_size):
+            state = weights.layer_state(index, rank)
+            save_file(dict(_of_their_own(state)), os.path.join(folder, layer_file(index, rank)))
+            bar.update(sum(tensor.nbytes for tensor in state.values()))
+
+
+def _write_sequential(weights: Weights, folder: str, bar: tqdm) -> None:
+    """One file for each rank, all written at the same time."""
+    ranks = range(weights.model_parallel_size)
+    with ExitStack() as stack:
+        files = [stack.enter_context(StreamedFile(_rank_path(folder, rank))) for rank in ranks]
+        modules: List[Dict[str, Any]] = [{} for _ in ranks]
+        for index in weights.layer_indices():
+            weights.verify_layer(index)
+            for rank in ranks:
+                for name, tensor in weights.layer_state(index, rank).items():
+                    modules[rank][f"sequential.{index}.{name}"] = files[rank].add(tensor)
+                    bar.update(tensor.nbytes)
+        for rank in ranks:
+            files[rank].finish(_rank_state(weights, rank, 1, modules[rank]))
+
+
+def _rank_path(folder: str, mp_rank: int) -> str:
+    return os.path.join(folder, f"mp_rank_{mp_rank:02d}_model_states.pt")
 
 
 def _of_their_own(state: LayerState) -> Iterator[tuple]:
@@ -108,42 +146,22 @@ def _of_their_own(state: LayerState) -> Iterator[tuple]:
         yield name, tensor if whole else tensor.contiguous().clone()
 
 
-def _sequential_module(layers: str, weights: ReshardedReader, rank: int) -> LayerState:
-    """All weights of a rank, still on disk: in memory they would be a whole model."""
-    module: LayerState = {}
-    for index in weights.layer_indices():
-        state = load_file(os.path.join(layers, layer_file(index, rank)), mmap=True)
-        module.update({f"sequential.{index}.{name}": tensor for name, tensor in state.items()})
-    return module
-
-
-def _write_rank(
-    weights: ReshardedReader, folder: str, mp_rank: int, stages: int, module: Optional[Dict[str, torch.Tensor]]
-) -> None:
-    """DeepSpeed's state and GPT-NeoX's records, from the old rank of the same number, else counted round."""
-    reader, ranks = weights.reader, weights.model_parallel_size
-    source = next((r for r in (mp_rank, mp_rank % reader.model_parallel_size, 0) if reader.has_rank_state(r)), None)
-    state = {**_EMPTY_STATE, **({} if source is None else reader.rank_state(source))}
+def _rank_state(weights: Weights, mp_rank: int, stages: int, module: Optional[Dict[str, Any]]) -> Dict[str, Any]:
+    """DeepSpeed's state and GPT-NeoX's records."""
+    ranks = weights.model_parallel_size
+    state = {**_EMPTY_STATE, **weights.records(mp_rank)}
     state.pop("checkpoint_validation_logits", None)
     state.update(dict.fromkeys(_OF_THE_OPTIMIZER), module=module, mp_world_size=ranks)
     state["checkpoint_parallel_dimensions"] = {"pp_degree": stages, "tp_degree": ranks}
     state["args"] = _args(weights, state.get("args") or {})
-    state["iteration"] = _iteration(reader)
-    save_file(state, os.path.join(folder, f"mp_rank_{mp_rank:02d}_model_states.pt"))
+    state["iteration"] = weights.iteration
+    return state
 
 
-def _args(weights: ReshardedReader, saved: Dict[str, Any]) -> Dict[str, Any]:
+def _args(weights: Weights, saved: Dict[str, Any]) -> Dict[str, Any]:
     """GPT-NeoX compares what it finds: recorded sizes become the new ones, and none is added."""
     new = {"model_parallel_size": weights.model_parallel_size, "padded_vocab_size": weights.vocabulary_rows}
     return {**saved, **{key: value for key, value in new.items() if key in saved}}
-
-
-def _iteration(reader: CheckpointReader) -> int:
-    """As recorded, else as the folder is named, else 0."""
-    if reader.iteration is not None:
-        return reader.iteration
-    number = re.fullmatch(r"(?:global_step)?(\d+)", os.path.basename(os.path.abspath(reader.folder)))
-    return int(number.group(1)) if number else 0
 
 
 def _write_configs(folder: str, texts: Mapping[str, str], model_parallel_size: int, pipe_parallel_size: int) -> None:

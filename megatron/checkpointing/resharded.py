@@ -1,5 +1,7 @@
 """A checkpoint read as if it had been saved at another tensor-parallel size."""
 
+import os
+import re
 from typing import Any, Dict, Iterable, List, Optional
 
 import torch
@@ -10,7 +12,59 @@ from megatron.checkpointing.vocabulary import resize_vocabulary
 from megatron.errors import CheckpointError
 
 
-class ReshardedReader:
+class FromCheckpoint:
+    """What weights read from a checkpoint and changed have in common, whatever the change."""
+
+    reader: CheckpointReader
+    model_parallel_size: int
+
+    @property
+    def folder(self) -> str:
+        return self.reader.folder
+
+    @property
+    def iteration(self) -> int:
+        """As recorded, else as the folder is named, else 0."""
+        if self.reader.iteration is not None:
+            return self.reader.iteration
+        number = re.fullmatch(r"(?:global_step)?(\d+)", os.path.basename(os.path.abspath(self.folder)))
+        return int(number.group(1)) if number else 0
+
+    @property
+    def args(self) -> Dict[str, Any]:
+        """As CheckpointReader.args: the settings of the run that saved."""
+        return self.reader.args
+
+    def layer_indices(self, tp_rank: int = 0) -> List[int]:
+        """The layers that have weights, ascending; the same on all ranks."""
+        return self.reader.layer_indices(0)
+
+    @property
+    def nbytes(self) -> int:
+        """About what will be written: the checkpoint's own tensors."""
+        ranks = range(self.reader.model_parallel_size)
+        states = (self.reader.layer_state(index, rank) for index in self.layer_indices() for rank in ranks)
+        return sum(tensor.nbytes for state in states for tensor in state.values())
+
+    def records(self, mp_rank: int) -> Dict[str, Any]:
+        """The state of the old rank of the same number, else counted round; {} if there is none."""
+        candidates = (mp_rank, mp_rank % self.reader.model_parallel_size, 0)
+        source = next((rank for rank in candidates if self.reader.has_rank_state(rank)), None)
+        return {} if source is None else self.reader.rank_state(source)
+
+    def verify_layer(self, index: int) -> None:
+        """The files of one layer; those with more than one layer before their first. Raises CheckpointError."""
+        if self.reader.is_layered or index == self.layer_indices()[0]:
+            self.verify(0, [index])
+
+    def verify(self, tp_rank: int, layers: Iterable[int]) -> None:
+        """As CheckpointReader.verify, for every rank's files of these layers."""
+        layers = list(layers)
+        for rank in range(self.reader.model_parallel_size):
+            self.reader.verify(rank, layers)
+
+
+class ReshardedReader(FromCheckpoint):
     """The weights of a CheckpointReader, joined and split anew over `model_parallel_size` ranks, layer by layer.
 
     vocabulary_rows: the padded vocabulary to give the tables. vocab_size: the tokens in use, None if unknown.
@@ -33,24 +87,6 @@ class ReshardedReader:
         self._joined_index: Optional[int] = None
         self._joined: LayerState = {}
 
-    @property
-    def folder(self) -> str:
-        return self.reader.folder
-
-    @property
-    def iteration(self) -> Optional[int]:
-        """As CheckpointReader.iteration."""
-        return self.reader.iteration
-
-    @property
-    def args(self) -> Dict[str, Any]:
-        """As CheckpointReader.args: the settings of the run that saved."""
-        return self.reader.args
-
-    def layer_indices(self, tp_rank: int = 0) -> List[int]:
-        """The layers that have weights, ascending; the same on all ranks."""
-        return self.reader.layer_indices(0)
-
     def layer_state(self, index: int, tp_rank: int = 0) -> LayerState:
         """{name: tensor} of one layer on one of the new ranks.
 
@@ -69,12 +105,6 @@ class ReshardedReader:
             self._joined = self._join(index)
             self._joined_index = index
         return self._joined
-
-    def verify(self, tp_rank: int, layers: Iterable[int]) -> None:
-        """As CheckpointReader.verify, for every rank's files of these layers."""
-        layers = list(layers)
-        for rank in range(self.reader.model_parallel_size):
-            self.reader.verify(rank, layers)
 
     def _join(self, index: int) -> LayerState:
         states = [self.reader.layer_state(index, rank) for rank in range(self.reader.model_parallel_size)]

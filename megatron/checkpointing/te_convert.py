@@ -1,10 +1,11 @@
 """A checkpoint read as if it had been saved with Transformer Engine's parts, or without: names, rows and settings."""
 
 import json
-from typing import Any, Dict, Iterable, List, Mapping
+from typing import Any, Dict, Iterable, Mapping
 
 from megatron.checkpointing.model_settings import inference_args
 from megatron.checkpointing.reader import CheckpointReader, LayerState
+from megatron.checkpointing.resharded import FromCheckpoint
 from megatron.checkpointing.shards import Shards
 from megatron.checkpointing.te_names import (
     SWITCHES,
@@ -36,7 +37,7 @@ _FP8 = (
 Settings = Dict[str, Any]
 
 
-class ConvertedReader:
+class ConvertedReader(FromCheckpoint):
     """The weights of a CheckpointReader in the form that `target` settings describe, layer by layer, rank by rank.
 
     neox_args: the model as the checkpoint has it, at the checkpoint's number of ranks.
@@ -54,10 +55,6 @@ class ConvertedReader:
         self._form = form_in(target)
         self._is_rms = neox_args.norm.endswith("rmsnorm")
 
-    def layer_indices(self, tp_rank: int = 0) -> List[int]:
-        """The layers that have weights, ascending."""
-        return self.reader.layer_indices(tp_rank)
-
     def layer_state(self, index: int, tp_rank: int = 0) -> LayerState:
         """{name: tensor} of one layer on one rank, with empty `_extra_state` entries where GPT-NeoX expects them.
 
@@ -73,12 +70,6 @@ class ConvertedReader:
             raise CheckpointError(f"{self.reader.folder}, layer {index}, rank {tp_rank}: {error}") from None
         linears = self._target["te_columnparallel"], self._target["te_rowparallel"]
         return {**state, **empty_extra_states(state, *linears)}
-
-    def verify(self, tp_rank: int, layers: Iterable[int]) -> None:
-        """As CheckpointReader.verify, for every rank's files of these layers."""
-        layers = list(layers)
-        for rank in range(self.model_parallel_size):
-            self.reader.verify(rank, layers)
 
     def _share(self, index: int) -> Share:
         """For layers that are no transformer layers too, where no rule asks for it."""

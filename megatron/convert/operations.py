@@ -1,15 +1,17 @@
 """What is done to weights between Hugging Face's tensors and ours. Each operation has its exact inverse.
 
 `merge` makes one of our whole (undivided) parameters from one or more tensors of theirs; `split` undoes it, bit for
-bit. Only rows are moved, so an operation serves weights and biases alike, in any dtype.
+bit. Only rows are moved, so an operation serves weights and biases alike, in any dtype, and on the meta device.
 """
 
+from functools import lru_cache
 from typing import List, Sequence
 
 import torch
 
 from megatron.convert.widths import LayerWidths
-from megatron.model.attention.qkv import pack_qkv, split_qkv
+from megatron.geometry import HeadGeometry
+from megatron.model.attention.qkv import pack_qkv
 
 
 class Operation:
@@ -29,14 +31,15 @@ class FuseQKV(Operation):
     """q [n·d, ...], k and v [m·d, ...] <-> query_key_value [(n + 2m)·d, ...] in the layout of the geometry."""
 
     def merge(self, tensors: Sequence[torch.Tensor], widths: LayerWidths) -> torch.Tensor:
-        geometry = widths.geometry
-        q, k, v = (_heads_last(tensor, geometry.head_dim) for tensor in tensors)
-        return _rows_first(pack_qkv(q, k, v, geometry.qkv_layout))
+        stacked = torch.cat(list(tensors))
+        order = _rows_of_fused(widths.geometry)
+        return stacked if _is_sorted(order) else stacked.index_select(0, order.to(stacked.device))
 
     def split(self, whole: torch.Tensor, widths: LayerWidths) -> List[torch.Tensor]:
         geometry = widths.geometry
-        heads = split_qkv(whole.movedim(0, -1), geometry, geometry.qkv_layout)
-        return [_rows_first(x.flatten(-2)) for x in heads]
+        order = _rows_of_fused(geometry)
+        stacked = whole if _is_sorted(order) else whole.index_select(0, order.argsort().to(whole.device))
+        return list(stacked.split([geometry.query_hidden_size, geometry.kv_hidden_size, geometry.kv_hidden_size]))
 
 
 class Stack(Operation):
@@ -50,12 +53,18 @@ class Stack(Operation):
 
 
 class PadVocabulary(Operation):
-    """[vocabulary, h] <-> [padded vocabulary, h]; the rows added are zeros, and are cut off again."""
+    """[vocabulary, h] <-> [padded vocabulary, h].
+
+    The rows added repeat the last one, and are cut off again: no padding token can then have a higher logit than
+    every token has, as rows of zeros could.
+    """
 
     def merge(self, tensors: Sequence[torch.Tensor], widths: LayerWidths) -> torch.Tensor:
         (table,) = tensors
         missing = widths.padded_vocabulary - table.shape[0]
-        return table if missing == 0 else torch.cat([table, table.new_zeros(missing, *table.shape[1:])])
+        if missing <= 0:
+            return table
+        return torch.cat([table, table[-1:].expand(missing, *table.shape[1:])])
 
     def split(self, whole: torch.Tensor, widths: LayerWidths) -> List[torch.Tensor]:
         return [whole[: widths.vocabulary]]
@@ -64,11 +73,13 @@ class PadVocabulary(Operation):
 COPY, QKV, STACK, VOCABULARY = Operation(), FuseQKV(), Stack(), PadVocabulary()
 
 
-def _heads_last(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """[heads·d, ...] -> [..., heads, d]"""
-    return tensor.movedim(0, -1).unflatten(-1, (-1, head_dim))
+@lru_cache(maxsize=8)
+def _rows_of_fused(geometry: HeadGeometry) -> torch.Tensor:
+    """Where in [q; k; v] each row of the fused parameter comes from, as the model itself packs heads."""
+    widths = [geometry.query_hidden_size, geometry.kv_hidden_size, geometry.kv_hidden_size]
+    heads = (rows.unflatten(0, (-1, geometry.head_dim)) for rows in torch.arange(sum(widths)).split(widths))
+    return pack_qkv(*heads, geometry.qkv_layout)
 
 
-def _rows_first(tensor: torch.Tensor) -> torch.Tensor:
-    """[..., rows] -> [rows, ...], in memory order"""
-    return tensor.movedim(-1, 0).contiguous()
+def _is_sorted(order: torch.Tensor) -> bool:
+    return bool((order[1:] > order[:-1]).all())
