@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-OPTIONAL = ("dev", "te", "tokenizers", "tensorboard", "wandb")
+OPTIONAL = ("dev", "eval", "te", "tokenizers", "tensorboard", "wandb")
 
 
 def requirements(name):

@@ -18,6 +18,7 @@ _OVERRIDES = (
     ("--eval_tasks", dict(nargs="+", help="replaces eval_tasks")),
     ("--iteration", dict(type=int, help="iteration of the checkpoint to load; default: the latest")),
     ("--eval_results_prefix", dict(help="replaces eval_results_prefix")),
+    ("--perplexity", dict(dest="perplexity_file", metavar="FILE", help="text that eval.py measures the loss of")),
 )
 _SHORT_OVERRIDES = (
     ("-H", "--hostfile", "replaces hostfile"),
@@ -56,7 +57,7 @@ def _deepy_parser() -> argparse.ArgumentParser:
         epilog="example: python deepy.py train.py configs/demo/qwen3-tiny-cpu.yml configs/demo/tp2.yml",
         allow_abbrev=False,
     )
-    parser.add_argument("user_script", help="script to run: train.py or generate.py")
+    parser.add_argument("user_script", help="script to run: train.py, generate.py or eval.py")
     parser.add_argument("conf_file", nargs="+", help="config files, merged; .yml is appended when missing")
     parser.add_argument("-d", "--conf_dir", help="folder of the config files")
     for flag, options in _OVERRIDES:

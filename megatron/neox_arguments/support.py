@@ -73,6 +73,11 @@ HONOURED = frozenset(
     text_gen_type temperature top_p top_k return_logits maximum_tokens prompt_end sample_input_file
     sample_output_file num_samples recompute kv_cache_dtype prefill_chunk_size
     """.split()
+    # Evaluation.
+    + """
+    eval_results_prefix eval_tasks eval_task_folder eval_num_fewshot eval_limit eval_batch_size perplexity_file
+    perplexity_stride
+    """.split()
 )
 
 DERIVED = frozenset(
@@ -109,7 +114,6 @@ _COMET = "logging to Comet"
 _NOISE = "the gradient noise scale"
 _LOSS_SCALE = "loss scaling set outside the fp16 block"
 _REMOVED = "a feature that DeepSpeed 0.19 has removed"
-_EVAL = "the evaluation harness (eval.py)"
 
 _REFUSED_BY_FEATURE: Dict[str, str] = {
     _MUP: "use_mup coord_check save_base_shapes base_shapes_file mup_init_scale mup_attn_temp mup_output_temp "
@@ -146,7 +150,6 @@ _REFUSED_BY_FEATURE: Dict[str, str] = {
     _COMET: "use_comet comet_workspace comet_project comet_experiment_name comet_tags comet_others comet_experiment",
     _NOISE: "log_gradient_noise_scale gradient_noise_scale_n_batches gradient_noise_scale_cpu_offload",
     "the memory snapshot": "memory_profiling memory_profiling_path",
-    _EVAL: "eval_results_prefix eval_tasks",
     "building the model before its process groups": "lazy_mpu_init",
     "the ADLR cluster's automatic resume": "adlr_autoresume adlr_autoresume_interval",
     "a model form for ONNX export": "onnx_safe",

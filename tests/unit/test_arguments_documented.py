@@ -22,6 +22,12 @@ NEW_IN_OLD_GROUPS = {
     "ffn_hidden_size": Optional[int],
     "kv_cache_dtype": Optional[Literal["fp8_e4m3", "int8"]],
     "prefill_chunk_size": Optional[int],
+    "eval_task_folder": Optional[str],
+    "eval_num_fewshot": Optional[int],
+    "eval_limit": Optional[int],
+    "eval_batch_size": Optional[int],
+    "perplexity_file": Optional[str],
+    "perplexity_stride": Optional[int],
 }
 WIDENED = {"rotary_emb_base": "Union[int, float, dict]"}
 """Arguments that take more than GPT-NeoX's do; their old values mean what they meant."""

@@ -45,7 +45,6 @@ def test_every_problem_is_reported_once():
         {"soft_prompt_tuning": {"enabled": False, "n_tokens": 10}},
         {"use_comet": False},
         {"sparsity_config": {}},
-        {"eval_tasks": []},
         {"s3_path": ""},
     ],
 )

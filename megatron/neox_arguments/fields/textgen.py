@@ -6,7 +6,7 @@ from typing import Literal, Optional
 
 @dataclass
 class NeoXArgsTextgen:
-    """Sampling settings and the files used by generate.py."""
+    """Sampling settings and the files used by generate.py; what eval.py measures."""
 
     text_gen_type: Optional[str] = None
     """What generate.py does: unconditional, input-file or interactive. Null: input-file when `sample_input_file` is
@@ -59,7 +59,27 @@ class NeoXArgsTextgen:
     scores. Same result. Null: the whole prompt at once."""
 
     eval_results_prefix: str = ""
-    """Start of the name of eval.py's result file. Refused unless default: the evaluation harness is not built."""
+    """Start of the name of eval.py's result file, PREFIX_eval_results_DATE.json; it may begin with a folder."""
 
     eval_tasks: Optional[list] = None
-    """Tasks for the evaluation harness. Refused unless null: not built."""
+    """Tasks that eval.py runs with lm-evaluation-harness: names of tasks and groups, patterns such as arc_*, and YAML
+    files. They need requirements/requirements-eval.txt."""
+
+    eval_task_folder: Optional[str] = None
+    """Folder of YAML files with tasks of your own, which `eval_tasks` can name."""
+
+    eval_num_fewshot: Optional[int] = None
+    """Examples before each question. Null: each task's own number. A task that fixes 0 keeps it."""
+
+    eval_limit: Optional[int] = None
+    """Questions of each task, for a quick look. Null: all."""
+
+    eval_batch_size: Optional[int] = None
+    """Texts that eval.py runs through the model together. Null: `train_micro_batch_size_per_gpu`."""
+
+    perplexity_file: Optional[str] = None
+    """UTF-8 text of which eval.py measures loss, perplexity and bits per byte (--perplexity FILE). Needs no harness."""
+
+    perplexity_stride: Optional[int] = None
+    """Tokens scored in each window after the first over a text longer than the context. Smaller gives each token more
+    context, which lowers the loss, and takes longer. Null: the context length, so that windows do not overlap."""
