@@ -6,18 +6,18 @@ from typing import Any, Dict, List, Optional
 import numpy as np
 
 from megatron.convert.families.base import (
-    Family,
     activation_of,
     common_config,
     common_settings,
     hidden_act_of,
-    rope_config,
-    rope_settings,
+    refuse,
+    scale_setting,
 )
-from megatron.convert.families.llama import ATTENTION, attention_rules, embedding_rules, mlp_rules, pre_norm_rules
+from megatron.convert.families.llama import ATTENTION, LlamaLike, attention_rules, embedding_rules, mlp_rules
+from megatron.convert.families.rope import rope_config, rope_settings, rotary_problems, whole_rotation_problems
+from megatron.convert.families.windows import window_problems, window_settings
 from megatron.convert.rules import LAYER, Rule
-from megatron.errors import ConversionError
-from megatron.neox_arguments.layer_attention import LAYER_TYPES, is_by_layer_type, of_layer_type
+from megatron.neox_arguments.layer_attention import LAYER_TYPES, is_by_layer_type
 
 LAYER_NORMS = {
     "input_layernorm": "input_layernorm",
@@ -31,21 +31,17 @@ UNUSED_WINDOW = 4096
 """sliding_window of a model whose layers have none: transformers makes the mask nevertheless and needs a number."""
 
 
-class Gemma(Family):
+class Gemma(LlamaLike):
     """GemmaForCausalLM. head_dim is 256 where config.json has none."""
 
     model_type = "gemma"
     architecture = "GemmaForCausalLM"
     fixed = dict(norm="rmsnorm", pos_emb="rotary", zero_centered_gamma=True, use_bias_in_mlp=False)
-    expressed = frozenset(
-        "rms_norm_epsilon rotary_emb_base rope_scaling activation use_bias_in_attn_linear embedding_multiplier".split()
-    )
+    expressed = LlamaLike.plain | {"use_bias_in_attn_linear", "embedding_multiplier"}
     activation_key = "hidden_act"
 
     def settings(self, config: Any) -> Dict[str, Any]:
-        problems = self.import_problems(config)
-        if problems:
-            raise ConversionError(problems)
+        refuse([*self.rotary_import_problems(config), *self.import_problems(config)])
         return {
             **common_settings(config),
             **self.rope_settings(config),
@@ -66,15 +62,22 @@ class Gemma(Family):
         }
 
     def rope_settings(self, config: Any) -> Dict[str, Any]:
-        """rotary_emb_base and the like."""
+        """The rotary settings."""
         return rope_settings(config)
 
     def rope_config(self, neox_args) -> Dict[str, Any]:
         """Inverse of rope_settings."""
         return rope_config(neox_args)
 
+    def rotary_import_problems(self, config: Any) -> List[str]:
+        """What rope_parameters say and the class does not do."""
+        return whole_rotation_problems(config, self.architecture)
+
+    def rotary_refusals(self, neox_args) -> List[str]:
+        """What of our rotary settings the class does not do."""
+        return rotary_problems(neox_args, self.architecture)
+
     def import_problems(self, config: Any) -> List[str]:
-        """What a config of this class can say and no model here does."""
         problems = []
         if getattr(config, "use_bidirectional_attention", None):
             problems.append("use_bidirectional_attention=True: attention is causal here, tokens see those before them")
@@ -87,16 +90,13 @@ class Gemma(Family):
         return problems
 
     def further_refusals(self, neox_args) -> List[str]:
-        problems = super().further_refusals(neox_args)
+        problems = super(LlamaLike, self).further_refusals(neox_args) + self.rotary_refusals(neox_args)
         given, wanted = neox_args.embedding_multiplier, neox_args.hidden_size**0.5
         if given is None or np.float32(given) != np.float32(wanted):  # both models round it to fp32 or less
             problems.append(
                 f"embedding_multiplier={given}: a {self.architecture} multiplies by the root of hidden_size, {wanted}"
             )
         return problems
-
-    def rules(self, neox_args) -> List[Rule]:
-        return [*embedding_rules(neox_args), *pre_norm_rules(), *attention_rules(neox_args), *mlp_rules(neox_args)]
 
 
 class Gemma2(Gemma):
@@ -114,24 +114,27 @@ class Gemma2(Gemma):
     activation_key = "hidden_activation"
 
     def settings(self, config: Any) -> Dict[str, Any]:
-        settings = super().settings(config)
-        scalar = config.query_pre_attn_scalar
         return {
-            **settings,
+            **super().settings(config),
             **window_settings(config),
-            "softmax_scale": None if scalar == settings["head_dim"] else scalar**-0.5,
+            **scale_setting(config, config.query_pre_attn_scalar**-0.5),
             "attn_logit_softcap": config.attn_logit_softcapping,
             "final_logit_softcap": config.final_logit_softcapping,
         }
 
     def config(self, neox_args, vocabulary: int) -> Dict[str, Any]:
+        window = neox_args.sliding_window_width
         return {
             **super().config(neox_args, vocabulary),
-            **window_config(neox_args),
+            "layer_types": list(neox_args.layer_types),
+            "sliding_window": UNUSED_WINDOW if window is None else window + 1,
             "query_pre_attn_scalar": query_pre_attn_scalar(neox_args),
             "attn_logit_softcapping": neox_args.attn_logit_softcap,
             "final_logit_softcapping": neox_args.final_logit_softcap,
         }
+
+    def import_problems(self, config: Any) -> List[str]:
+        return super().import_problems(config) + window_problems(config)
 
     def further_refusals(self, neox_args) -> List[str]:
         problems = super().further_refusals(neox_args)
@@ -174,6 +177,44 @@ class Gemma3Text(Gemma2):
     def config(self, neox_args, vocabulary: int) -> Dict[str, Any]:
         return {**super().config(neox_args, vocabulary), "attn_logit_softcapping": None}
 
+    def rope_settings(self, config: Any) -> Dict[str, Any]:
+        """By layer type; plain ones where both types agree."""
+        by_type = {layer_type: rope_settings(view) for layer_type, view in _views(config).items()}
+        return {name: _joined({key: one[name] for key, one in by_type.items()}) for name in by_type[LAYER_TYPES[0]]}
+
+    def rope_config(self, neox_args) -> Dict[str, Any]:
+        bases, scalings = _by_type(neox_args.rotary_emb_base), _by_type(neox_args.rope_scaling)
+        any_base = next(iter(bases.values()))  # for a type that no layer has
+        return {
+            "rope_parameters": {
+                layer_type: {
+                    **(scalings.get(layer_type) or {"rope_type": "default"}),
+                    "rope_theta": float(bases.get(layer_type, any_base)),
+                }
+                for layer_type in LAYER_TYPES
+            }
+        }
+
+    def rotary_import_problems(self, config: Any) -> List[str]:
+        others = sorted(set(config.rope_parameters) - set(LAYER_TYPES))
+        if others:
+            return [
+                f"rope_parameters={config.rope_parameters}: transformers does not use {', '.join(others)} beside "
+                f"{' and '.join(LAYER_TYPES)}; write each of these two its own"
+            ]
+        problems = []
+        for layer_type, view in _views(config).items():
+            problems += whole_rotation_problems(view, self.architecture)
+            if view.rope_parameters.get("rope_type") == "dynamic":
+                problems.append(f"rope_parameters.{layer_type}: rope_type=dynamic by layer type is not converted")
+        return problems
+
+    def rotary_refusals(self, neox_args) -> List[str]:
+        rotary = (neox_args.layer_attention(number).rotary for number in range(neox_args.num_layers))
+        if any(one and one.scaling and one.scaling.rope_type == "dynamic" for one in rotary):
+            return [f"rope_scaling={neox_args.rope_scaling}: type dynamic by layer type is not converted"]
+        return []
+
     def import_problems(self, config: Any) -> List[str]:
         problems = super().import_problems(config)
         if config.attn_logit_softcapping is not None:
@@ -181,40 +222,10 @@ class Gemma3Text(Gemma2):
                 f"attn_logit_softcapping={config.attn_logit_softcapping}: transformers' Gemma3ForCausalLM does not "
                 "apply it; set it to null in config.json for the model that transformers computes"
             )
-        others = set(config.rope_parameters) - set(LAYER_TYPES)
-        if others:
-            problems.append(
-                f"rope_parameters={config.rope_parameters}: {', '.join(sorted(others))} beside "
-                f"{' and '.join(LAYER_TYPES)} are not used; give each of the two its own"
-            )
         return problems
 
-    def rope_settings(self, config: Any) -> Dict[str, Any]:
-        """Settings by layer type; plain ones where both types agree."""
-        by_type = {}
-        for layer_type in LAYER_TYPES:
-            view = SimpleNamespace(**{**config.__dict__, "rope_parameters": config.rope_parameters[layer_type]})
-            by_type[layer_type] = rope_settings(view)
-        settings = {}
-        for name in by_type[LAYER_TYPES[0]]:
-            values = {layer_type: by_type[layer_type][name] for layer_type in LAYER_TYPES}
-            first, second = values.values()
-            settings[name] = first if first == second else {key: x for key, x in values.items() if x is not None}
-        return settings
-
-    def rope_config(self, neox_args) -> Dict[str, Any]:
-        by_type = {}
-        for layer_type in LAYER_TYPES:
-            view = SimpleNamespace(
-                rotary_emb_base=_of_type(neox_args.rotary_emb_base, layer_type),
-                rope_scaling=_of_type(neox_args.rope_scaling, layer_type),
-                max_position_embeddings=neox_args.max_position_embeddings,
-            )
-            by_type[layer_type] = rope_config(view)["rope_parameters"]
-        return {"rope_parameters": by_type}
-
     def rules(self, neox_args) -> List[Rule]:
-        norms = [Rule(LAYER, f"attention.{x}_layernorm.scale", f"{ATTENTION}{x}_norm.weight", "d") for x in ("q", "k")]
+        norms = [Rule(LAYER, f"attention.{x}_layernorm.scale", f"{ATTENTION}{x}_norm.weight", "d") for x in "qk"]
         return [*super().rules(neox_args), *norms]
 
 
@@ -225,26 +236,18 @@ def query_pre_attn_scalar(neox_args) -> Optional[int]:
     return scalar if scalar > 0 and scalar**-0.5 == scale else None
 
 
-def window_settings(config: Any) -> Dict[str, Any]:
-    """layer_types and sliding_window_width, which does not count the query itself as sliding_window does."""
-    has_window = "sliding_attention" in config.layer_types
+def _views(config: Any) -> Dict[str, Any]:
+    """For each layer type, what looks like a config that has its rope_parameters for all layers."""
     return {
-        "layer_types": list(config.layer_types),
-        "sliding_window_width": config.sliding_window - 1 if has_window else None,
+        layer_type: SimpleNamespace(rope_parameters=config.rope_parameters[layer_type]) for layer_type in LAYER_TYPES
     }
 
 
-def window_config(neox_args) -> Dict[str, Any]:
-    """Inverse of window_settings."""
-    window = neox_args.sliding_window_width
-    return {
-        "layer_types": list(neox_args.layer_types),
-        "sliding_window": UNUSED_WINDOW if window is None else window + 1,
-    }
+def _joined(by_type: Dict[str, Any]) -> Any:
+    """One value if the types agree, else the mapping, without those that have none."""
+    first, second = by_type.values()
+    return first if first == second else {key: value for key, value in by_type.items() if value is not None}
 
 
-def _of_type(value: Any, layer_type: str) -> Any:
-    """The setting of one layer type. A model without layers of that type has any of its others'."""
-    if is_by_layer_type(value) and layer_type not in value:
-        return None
-    return of_layer_type(value, layer_type)
+def _by_type(setting: Any) -> Dict[str, Any]:
+    return setting if is_by_layer_type(setting) else dict.fromkeys(LAYER_TYPES, setting)

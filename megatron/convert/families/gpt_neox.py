@@ -2,7 +2,8 @@
 
 from typing import Any, Dict, List, NamedTuple
 
-from megatron.convert.families.base import Family, common_config, common_settings, rope_config, rope_settings
+from megatron.convert.families.base import Family, common_config, common_settings, refuse
+from megatron.convert.families.rope import rope_config, rope_settings, rotary_problems
 from megatron.convert.operations import VOCABULARY
 from megatron.convert.rules import EMBEDDING, HEAD, LAYER, NORM, Rule
 from megatron.errors import ConversionError
@@ -58,8 +59,9 @@ def plain_activation_refusals(neox_args, architecture: str) -> List[str]:
 
 def partial_rope_config(neox_args) -> Dict[str, Any]:
     """rope_parameters with the share of a head that is rotated."""
-    parameters = rope_config(neox_args)["rope_parameters"]
-    return {"rope_parameters": {**parameters, "partial_rotary_factor": neox_args.rotary_pct}}
+    config = rope_config(neox_args)
+    # Also a share of 1, which is not the classes' default.
+    return {**config, "rope_parameters": {**config["rope_parameters"], "partial_rotary_factor": neox_args.rotary_pct}}
 
 
 class GPTNeoX(Family):
@@ -78,9 +80,7 @@ class GPTNeoX(Family):
     """Buffers in files of transformers before 4.40: the causal mask, its value, and the frequencies."""
 
     def settings(self, config: Any) -> Dict[str, Any]:
-        problems = self._import_problems(config)
-        if problems:
-            raise ConversionError(problems)
+        refuse(self._import_problems(config))
         return {
             **common_settings(config),
             **rope_settings(config),
@@ -90,6 +90,7 @@ class GPTNeoX(Family):
             "gpt_j_residual": config.use_parallel_residual,
             "use_bias_in_attn_linear": config.attention_bias,
             "use_bias_in_mlp": True,
+            "hidden_dropout": config.hidden_dropout,
         }
 
     def _import_problems(self, config: Any) -> List[str]:
@@ -121,7 +122,9 @@ class GPTNeoX(Family):
         return theirs
 
     def further_refusals(self, neox_args) -> List[str]:
-        geometry, problems = neox_args.head_geometry(), plain_activation_refusals(neox_args, self.architecture)
+        problems = plain_activation_refusals(neox_args, self.architecture)
+        problems += rotary_problems(neox_args, self.architecture)
+        geometry = neox_args.head_geometry()
         if not geometry.matches_hidden:
             problems.append(
                 f"head_dim={geometry.head_dim} with hidden_size={geometry.hidden_size} and "

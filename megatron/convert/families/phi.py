@@ -4,7 +4,7 @@ from typing import Any, Dict, List, Sequence
 
 import torch
 
-from megatron.convert.families.base import Family, common_config, common_settings, rope_settings
+from megatron.convert.families.base import Family, common_config, common_settings
 from megatron.convert.families.gpt_neox import (
     ROTARY,
     partial_rope_config,
@@ -13,6 +13,7 @@ from megatron.convert.families.gpt_neox import (
     plain_hidden_act,
 )
 from megatron.convert.families.llama import ATTENTION, MLP, QKV_NAMES
+from megatron.convert.families.rope import rope_settings, rotary_problems
 from megatron.convert.operations import QKV, VOCABULARY, Operation, PadVocabulary
 from megatron.convert.rules import EMBEDDING, HEAD, LAYER, NORM, Rule
 from megatron.convert.widths import LayerWidths
@@ -70,6 +71,7 @@ class Phi(Family):
             "layernorm_epsilon": config.layer_norm_eps,
             "use_bias_in_attn_linear": True,
             "use_bias_in_mlp": True,
+            "hidden_dropout": config.resid_pdrop,
             "qk_norm_type": "per_head" if config.qk_layernorm else None,
         }
 
@@ -84,7 +86,9 @@ class Phi(Family):
         }
 
     def further_refusals(self, neox_args) -> List[str]:
-        geometry, problems = neox_args.head_geometry(), plain_activation_refusals(neox_args, self.architecture)
+        problems = plain_activation_refusals(neox_args, self.architecture)
+        problems += rotary_problems(neox_args, self.architecture)
+        geometry = neox_args.head_geometry()
         if neox_args.qk_norm_type not in (None, "per_head"):
             problems.append(f"qk_norm_type={neox_args.qk_norm_type}: a {self.architecture} has per_head or none")
         elif neox_args.qk_norm_type and geometry.head_dim != geometry.hidden_size // geometry.num_attention_heads:

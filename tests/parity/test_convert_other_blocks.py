@@ -1,0 +1,275 @@
+"""Gemma 1 to 3, OLMo 2, Phi and GPT-NeoX, in and out: logits as transformers', tensors and configs unchanged."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from megatron.convert.families import FAMILIES
+from megatron.convert.families.gemma import query_pre_attn_scalar
+from megatron.convert.families.phi import WITHOUT_BIAS
+from megatron.convert.rules import write_out
+from megatron.errors import ConversionError
+from tests.golden import cases
+from tests.helpers import convert_models
+from tests.helpers.configs import tiny_args
+from tests.helpers.convert_models import VOCAB, check_family, function_keys, hf_config, hf_model
+from tests.helpers.tolerances import FORWARD, assert_close
+
+WIDE = dict(hidden_size=80, num_attention_heads=6, head_dim=24)
+"""80 % 6 != 0"""
+WIDE_DIVISIBLE = dict(hidden_size=78, num_attention_heads=6, head_dim=20)
+NARROW = dict(hidden_size=160, head_dim=24)
+SCALED = {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 5000.0}
+BY_TYPE = {"full_attention": SCALED, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
+CAPS = dict(attn_logit_softcapping=1.5, final_logit_softcapping=4.0, sliding_window=7)
+PARTIAL = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.25}
+
+CASES = {
+    "gemma-class-default": ("gemma", {}),
+    "gemma-legacy-gelu-mha": ("gemma", dict(hidden_act="gelu", num_key_value_heads=4, head_dim=16)),
+    "gemma-wide-mqa-untied-bias": (
+        "gemma",
+        dict(WIDE, num_key_value_heads=1, tie_word_embeddings=False, attention_bias=True),
+    ),
+    "gemma2-wide": ("gemma2", dict(**WIDE_DIVISIBLE, **CAPS, query_pre_attn_scalar=5, num_hidden_layers=3)),
+    "gemma2-narrow-uncapped": (
+        "gemma2",
+        dict(NARROW, attn_logit_softcapping=None, final_logit_softcapping=None, tie_word_embeddings=False),
+    ),
+    "gemma2-equal-no-window": ("gemma2", dict(head_dim=16, layer_types=["full_attention"] * 2, rope_parameters=YARN)),
+    "gemma3-wide-mqa": (
+        "gemma3_text",
+        dict(**WIDE_DIVISIBLE, num_key_value_heads=1, sliding_window=7, num_hidden_layers=7, rope_parameters=BY_TYPE),
+    ),
+    "gemma3-narrow-all-windows": (
+        "gemma3_text",
+        dict(NARROW, sliding_window=5, query_pre_attn_scalar=13, final_logit_softcapping=4.0, attention_bias=True),
+    ),
+    "olmo2-absent": ("olmo2", dict(rope_parameters=SCALED, tie_word_embeddings=True)),
+    "olmo2-wide-mqa-bias": ("olmo2", dict(WIDE, num_key_value_heads=1, attention_bias=True)),
+    "olmo2-narrow-mha": ("olmo2", dict(NARROW, num_key_value_heads=4)),
+    "phi-absent": ("phi", {}),
+    "phi-wide-mqa-tied": ("phi", dict(WIDE, num_key_value_heads=1, tie_word_embeddings=True, hidden_act="relu")),
+    "phi-norms-mha": ("phi", dict(qk_layernorm=True, num_key_value_heads=4, rope_parameters=PARTIAL)),
+    "neox-pythia": ("gpt_neox", dict(layer_norm_eps=1e-2)),
+    "neox-20b": ("gpt_neox", dict(hidden_act="gelu_fast", rope_parameters=dict(PARTIAL, partial_rotary_factor=0.5))),
+    "neox-sequential-tied": ("gpt_neox", dict(use_parallel_residual=False, tie_word_embeddings=True)),
+    "neox-no-bias-mish": (
+        "gpt_neox",
+        dict(attention_bias=False, hidden_act="mish", rope_parameters=dict(YARN, partial_rotary_factor=1.0)),
+    ),
+}
+
+
+def _config(model_type, **changes):
+    """Without num_key_value_heads for a class that has none."""
+    config = hf_config(model_type, **changes)
+    if model_type == "gpt_neox":
+        del config.num_key_value_heads
+    return config
+
+
+def _file_tensors(hf):
+    """By the names in files: transformers 5 calls GPT-NeoX's embed_out otherwise in memory."""
+    tensors = {name: parameter.detach() for name, parameter in hf.named_parameters()}
+    if hf.config.model_type == "gpt_neox" and "lm_head.weight" in tensors:
+        tensors["embed_out.weight"] = tensors.pop("lm_head.weight")
+    return tensors
+
+
+def _without_head_bias(config, zero_centered=False):
+    hf = hf_model(config, zero_centered)
+    if config.model_type == "phi":
+        hf.lm_head.bias.data.zero_()
+    return hf
+
+
+@pytest.mark.parametrize("model_type, changes", CASES.values(), ids=CASES)
+def test_in_and_out(model_type, changes, monkeypatch):
+    monkeypatch.setattr(convert_models, "hf_tensors", _file_tensors)
+    monkeypatch.setattr(convert_models, "hf_model", _without_head_bias)
+    check_family(_config(model_type, **changes), zero_centered=model_type.startswith("gemma"))
+
+
+@pytest.mark.parametrize("model_type", ("gpt_neox", "phi", "olmo2", "gemma", "gemma2", "gemma3_text"))
+def test_names_and_shapes_are_those_of_saved_files(model_type, tmp_path):
+    """Independently of the helper: what save_pretrained writes."""
+    config = _config(model_type)
+    hf_model(config).save_pretrained(tmp_path)
+    saved = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    args = convert_models.our_args(FAMILIES[model_type], config)
+    lines = write_out(FAMILIES[model_type].rules(args), args, VOCAB)
+    assert {name: shape for line in lines for name, shape in zip(line.theirs, line.shapes)} == saved
+
+
+PUBLISHED = {
+    "Gemma-2B": ("gemma", 2506172416, (2048, 18, 8, 1, 16384, 256000), {}),
+    "Gemma-7B": ("gemma", 8537680896, (3072, 28, 16, 16, 24576, 256000), {}),
+    "Gemma-2-27B": ("gemma2", 27227128320, (4608, 46, 32, 16, 36864, 256000), dict(head_dim=128)),
+    "Gemma-3-1B": ("gemma3_text", 999885952, (1152, 26, 4, 1, 6912, 262144), {}),
+    "Gemma-3-27B": ("gemma3_text", 27009346304, (5376, 62, 32, 16, 21504, 262208), dict(head_dim=128)),
+    "OLMo-2-7B": ("olmo2", 7298617344, (4096, 32, 32, 32, 11008, 100352), {}),
+    "OLMo-2-32B": ("olmo2", 32234279936, (5120, 64, 40, 8, 27648, 100352), {}),
+    "Phi-2": ("phi", 2779683840, (2560, 32, 32, 32, 10240, 51200), dict(partial_rotary_factor=0.4)),
+    "Pythia-1b": ("gpt_neox", 1011781632, (2048, 16, 8, None, 8192, 50304), {}),
+    "GPT-NeoX-20B": ("gpt_neox", 20554567680, (6144, 44, 64, None, 24576, 50432), {}),
+}
+"""Parameters of published models, and hidden size, layers, heads, key heads, MLP width, vocabulary; head_dim where it
+is not the class's default."""
+SIZES = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size".split()
+
+
+@pytest.mark.parametrize("model_type, parameters, sizes, more", PUBLISHED.values(), ids=PUBLISHED)
+def test_published_models_have_as_many_parameters(model_type, parameters, sizes, more):
+    given = {key: size for key, size in zip(SIZES, sizes) if size is not None}
+    config, family = CONFIG_MAPPING[model_type](**given, **more), FAMILIES[model_type]
+    args = tiny_args(**{"padded_vocab_size": config.vocab_size, **family.settings(config)})
+    lines = write_out(family.rules(args), args, config.vocab_size)
+    assert sum(math.prod(shape) for line in lines for shape in line.shapes) == parameters
+    assert family.refusals(args) == []
+
+
+def test_attention_scales_are_carried_exactly():
+    """144, 168, 224 and 256 are Gemma 2's and 3's."""
+    for scalar in range(1, 2000):
+        args = SimpleNamespace(attention_scale=lambda: scalar**-0.5)
+        assert query_pre_attn_scalar(args) == scalar
+    config = hf_config("gemma2", query_pre_attn_scalar=224)
+    assert FAMILIES["gemma2"].settings(config)["softmax_scale"] == 224**-0.5
+    assert FAMILIES["gemma2"].settings(hf_config("gemma2"))["softmax_scale"] is None  # head_dim's
+
+
+V4 = {
+    "gemma": (dict(hidden_act="gelu", hidden_activation=None, rope_theta=500.0), dict(rope_parameters=None), 500.0),
+    "gemma2": (
+        dict(rope_theta=500.0, hidden_act="gelu_pytorch_tanh", cache_implementation="hybrid"),
+        dict(rope_parameters={"rope_theta": 500.0, "rope_type": "default"}),
+        500.0,
+    ),
+    "gemma3_text": (
+        dict(
+            rope_theta=500.0,
+            rope_local_base_freq=300.0,
+            rope_scaling={"factor": 8.0, "rope_type": "linear"},
+            sliding_window_pattern=2,
+        ),
+        dict(
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+        {"full_attention": 500.0, "sliding_attention": 300.0},
+    ),
+    "olmo2": (dict(rope_theta=500.0, rope_scaling=None), dict(rope_parameters={"rope_theta": 500.0}), 500.0),
+    "phi": (
+        dict(rope_theta=500.0, partial_rotary_factor=0.25),
+        dict(rope_parameters=dict(PARTIAL, rope_theta=500.0)),
+        500.0,
+    ),
+    "gpt_neox": (
+        dict(rotary_emb_base=500, rotary_pct=0.25),
+        dict(rope_parameters=dict(PARTIAL, rope_theta=500.0)),
+        500,
+    ),
+}
+"""Keys of config.json as transformers 4 wrote it, as 5 does, and the rotary base."""
+
+
+@pytest.mark.parametrize("model_type", V4)
+def test_configs_of_transformers_4_and_5(model_type):
+    older, newer, base = V4[model_type]
+    family, kept = FAMILIES[model_type], {} if model_type == "gemma" else newer
+    plain = {key: x for key, x in _config(model_type).to_dict().items() if key not in ("rope_parameters", "layer_types")}
+    settings = family.settings(CONFIG_MAPPING[model_type].from_dict({**plain, **older}))
+    assert settings["rotary_emb_base"] == base
+    if kept:
+        assert settings == family.settings(CONFIG_MAPPING[model_type].from_dict({**plain, **kept}))
+    else:
+        assert settings["activation"] == "geglu_tanh"
+
+
+HOLDS = {
+    "gpt_neox": dict(num_attention_heads=4),
+    "phi": dict(gpt_j_residual=True, gpt_j_tied=True, num_kv_heads=2),
+    "gemma": {},
+    "gemma2": dict(norm_placement="sandwich"),
+    "gemma3_text": dict(norm_placement="sandwich", qk_norm_type="per_head"),
+    "olmo2": dict(norm_placement="post", qk_norm_type="full_width", zero_centered_gamma=False),
+}
+_GEMMA = dict(zero_centered_gamma=True, embedding_multiplier=8.0)
+_GATED = dict(norm="rmsnorm", activation="swiglu", use_bias_in_mlp=False, use_bias_in_attn_linear=False)
+
+
+def _fitting(model_type, **changes):
+    """A model of hidden size 64 that the family can hold, with changes."""
+    values = dict(hidden_size=64, num_attention_heads=4)
+    if model_type not in ("gpt_neox", "phi"):
+        values.update(_GATED, **({} if model_type == "olmo2" else _GEMMA))
+    return tiny_args(**{**values, **HOLDS[model_type], **changes})
+
+
+WINDOW = dict(sliding_window_width=6)
+EVERYWHERE = [
+    ("pos_emb", dict(pos_emb="learned")),
+    ("pos_emb", dict(pos_emb="alibi")),
+    ("norm=", dict(norm="scalenorm", qk_norm_type=None, zero_centered_gamma=False)),
+    ("activation=", dict(activation="softsign")),
+    ("apart from all", dict()),
+]
+REFUSED = [
+    ("gpt_neox", "head_dim=20", dict(head_dim=20)),
+    ("gpt_neox", "head_dim=24", dict(hidden_size=80, num_attention_heads=6, head_dim=24)),
+    ("gpt_neox", "num_kv_heads=2", dict(num_kv_heads=2)),
+    ("gpt_neox", "activation=swiglu", dict(activation="swiglu")),
+    ("gpt_neox", "gpt_j_tied=True", dict(gpt_j_residual=True, gpt_j_tied=True)),
+    ("gpt_neox", "use_bias_in_mlp=False", dict(use_bias_in_mlp=False)),
+    ("gpt_neox", "use_qk_layernorm=True", dict(use_qk_layernorm=True)),
+    ("gpt_neox", "softmax_scale=0.3", dict(softmax_scale=0.3)),
+    ("gpt_neox", "sliding_window_width=6", WINDOW),
+    ("gpt_neox", "add_qkv_bias=True", dict(add_qkv_bias=True, use_bias_in_attn_linear=False)),
+    ("phi", "gpt_j_tied=False", dict(gpt_j_tied=False)),
+    ("phi", "use_bias_in_attn_linear=False", dict(use_bias_in_attn_linear=False)),
+    ("phi", "qk_norm_type=joint", dict(qk_norm_type="joint")),
+    ("phi", "head_dim=20 with qk_norm_type", dict(qk_norm_type="per_head", head_dim=20)),
+    ("gemma", "embedding_multiplier=None", dict(embedding_multiplier=None)),
+    ("gemma", "embedding_multiplier=8.1", dict(embedding_multiplier=8.1)),
+    ("gemma", "zero_centered_gamma=False", dict(zero_centered_gamma=False)),
+    ("gemma", "norm_placement=sandwich", dict(norm_placement="sandwich")),
+    ("gemma", "attn_logit_softcap=5.0", dict(attn_logit_softcap=5.0)),
+    ("gemma", "rotary_pct=0.5", dict(rotary_pct=0.5)),
+    ("gemma", "activation=gelu", dict(activation="gelu")),
+    ("gemma2", "softmax_scale=0.3", dict(softmax_scale=0.3)),
+    ("gemma2", "hidden_size=80", dict(hidden_size=80, num_attention_heads=6, head_dim=24, embedding_multiplier=80**0.5)),
+    ("gemma2", "qk_norm_type=per_head", dict(qk_norm_type="per_head")),
+    ("gemma3_text", "attn_logit_softcap=5.0", dict(attn_logit_softcap=5.0)),
+    ("gemma3_text", "qk_norm_type=None", dict(qk_norm_type=None)),
+    ("olmo2", "norm_placement=pre", dict(norm_placement="pre")),
+    ("olmo2", "qk_norm_type=per_head", dict(qk_norm_type="per_head")),
+    ("olmo2", "sliding_window_width=6", WINDOW),
+    ("olmo2", "use_bias_in_mlp=True", dict(use_bias_in_mlp=True)),
+]
+
+
+@pytest.mark.parametrize("model_type", HOLDS)
+def test_what_no_family_here_holds_is_named(model_type):
+    assert FAMILIES[model_type].refusals(_fitting(model_type)) == []
+    for named, changes in EVERYWHERE[:-1]:
+        reasons = FAMILIES[model_type].refusals(_fitting(model_type, **changes))
+        assert any(reason.startswith(named) for reason in reasons), (changes, reasons)
+
+
+@pytest.mark.parametrize("model_type, named, changes", REFUSED, ids=lambda value: str(value)[:30])
+def test_what_a_family_cannot_hold_is_named(model_type, named, changes):
+    """This, and nothing else than what depends on it."""
+    reasons = FAMILIES[model_type].refusals(_fitting(model_type, **changes))
+    assert any(reason.startswith(named) for reason in reasons), reasons
+    assert len(reasons) <= len(changes) + ("sliding_window_width" in changes)  # which makes layer_types
