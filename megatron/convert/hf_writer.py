@@ -107,6 +107,12 @@ def write_text(path: str, text: str) -> None:
         os.fsync(file.fileno())
 
 
+def sync_file(path: str) -> None:
+    """Put a finished file on the disk."""
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
 def _shards(tensors: Sequence[Item], most: int) -> List[List[Item]]:
     shards: List[List[Item]] = [[]]
     filled = 0

@@ -1,0 +1,185 @@
+"""A Hugging Face model folder becomes a checkpoint in GPT-NeoX's format, tensor by tensor.
+
+OUT/latest, OUT/global_step<N>/    the checkpoint, as training writes it, without an optimizer's state
+OUT/model.yml                      the config to load it with
+OUT/huggingface/                   the source's tokenizer, config.json and generation_config.json
+"""
+
+import os
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
+
+import torch
+import yaml
+
+from megatron.checkpointing.folders import refuse_patterns
+from megatron.checkpointing.reader import LayerState
+from megatron.checkpointing.reshard import write_resharded
+from megatron.checkpointing.save import ARGS_KEYS
+from megatron.checkpointing.shards import Shards
+from megatron.convert import side_files
+from megatron.convert.families import FAMILIES, Family
+from megatron.convert.hf_source import HFSource
+from megatron.convert.hf_writer import write_text
+from megatron.convert.leftovers import check_source
+from megatron.convert.neox_source import whole_on_meta
+from megatron.convert.outputs import check_new, new_folder
+from megatron.convert.precision import PRECISION, converted, dtype_of, main_dtype
+from megatron.convert.rules import Line, write_out
+from megatron.errors import ConversionError
+from megatron.geometry import padded_vocab_size
+from megatron.neox_arguments import NeoXArgs
+
+CONFIG_NAME = "model.yml"
+
+
+def import_hf(
+    source_folder: str,
+    out: str,
+    *,
+    model_parallel_size: int = 1,
+    pipe_parallel_size: int = 0,
+    precision: str = "auto",
+    make_vocab_size_divisible_by: int = 128,
+    iteration: int = 0,
+    progress: bool = True,
+    say: Callable[[str], None] = lambda text: None,
+) -> str:
+    """Write the model in `source_folder` as the checkpoint OUT/global_step<iteration>, and return that folder.
+
+    model_parallel_size, pipe_parallel_size: of the run that will load it; pipe_parallel_size 0 makes sequential
+    `mp_rank` files, more makes layer files. precision: auto (each tensor stays as it is), fp16, bf16 or fp32.
+    say: called with each thing worth knowing, e.g. tensors left out.
+
+    Each tensor of the source is used exactly once. Raises ConversionError with every missing, leftover or differently
+    shaped one, or if no model here is the source's; ConfigError if it does not split so; CheckpointError if the files
+    cannot be written. There is then nothing under `out` that was not there before.
+    """
+    refuse_patterns("OUT", out)
+    check_new(os.path.abspath(out))
+    source = HFSource(source_folder)
+    family = family_of(source)
+    settings = family.settings(source.config)
+    vocabulary = source.config.vocab_size
+    settings["model_parallel_size"] = model_parallel_size
+    settings["pipe_parallel_size"] = pipe_parallel_size
+    settings["make_vocab_size_divisible_by"] = make_vocab_size_divisible_by
+    settings["padded_vocab_size"] = padded_vocab_size(vocabulary, make_vocab_size_divisible_by, model_parallel_size)
+    neox_args = _arguments(settings)
+    lines = write_out(family.rules(neox_args), neox_args, vocabulary)
+    dtype = dtype_of(precision)
+    for note in check_source(source, family, neox_args, lines, dtype):
+        say(note)
+    weights = _HFWeights(source, neox_args, lines, dtype, iteration)
+    settings["precision"] = PRECISION[weights.main_dtype]
+    settings.update(side_files.tokenizer_settings(source.folder, os.path.join(os.path.abspath(out), side_files.FOLDER)))
+    text = _yaml_text(settings, source.folder, out)
+    neox_args.tokenizer_type = settings["tokenizer_type"]
+    with new_folder(out) as unfinished:
+        folder = write_resharded(weights, neox_args, unfinished, pipe_parallel_size, {CONFIG_NAME: text}, progress)
+        kept = os.path.join(unfinished, side_files.FOLDER)
+        os.mkdir(kept)
+        names = (side_files.CONFIG, side_files.GENERATION_CONFIG, *side_files.TOKENIZER_FILES)
+        side_files.copy_files(names, source.folder, kept)
+        write_text(os.path.join(unfinished, CONFIG_NAME), text)
+    return os.path.join(out, os.path.basename(folder))
+
+
+def family_of(source: HFSource) -> Family:
+    """By the config's model_type. Raises ConversionError for one that is not known here, or is of another kind."""
+    raw = source.raw_config
+    kind = raw.get("model_type")
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "?")
+        raise ConversionError(f"quantization_config: the weights are quantized ({method}); dequantize them first")
+    if kind not in FAMILIES:
+        raise ConversionError(f"model_type={kind} is not known here; known: {', '.join(FAMILIES)}")
+    return FAMILIES[kind]
+
+
+class _HFWeights:
+    """A source as write_resharded reads it: our parameters, split over the ranks."""
+
+    def __init__(
+        self, source: HFSource, neox_args, lines: Sequence[Line], dtype: Optional[torch.dtype], iteration: int
+    ):
+        self.folder = source.folder
+        self.model_parallel_size = neox_args.model_parallel_size
+        self.vocabulary_rows = neox_args.padded_vocab_size
+        self.iteration = iteration
+        self.main_dtype = dtype or _main_dtype(source, lines)
+        self._source = source
+        self._neox_args = neox_args
+        self._shards = Shards(neox_args)
+        self._dtype = dtype
+        self._lines: Dict[int, List[Line]] = {}
+        for line in lines:
+            self._lines.setdefault(line.index, []).append(line)
+        self._whole: LayerState = {}
+        self._whole_index: Optional[int] = None
+
+    @property
+    def nbytes(self) -> int:
+        """Whole parameters; copies on every rank are few and not counted."""
+        elements = sum(whole_on_meta(line).numel() for lines in self._lines.values() for line in lines)
+        return elements * self.main_dtype.itemsize
+
+    def layer_indices(self) -> List[int]:
+        """The layers that have weights, ascending."""
+        return sorted(self._lines)
+
+    def layer_state(self, index: int, tp_rank: int) -> LayerState:
+        """{name: tensor} of one layer on one rank."""
+        if self._whole_index != index:
+            self._whole = {}  # one layer in memory, not two
+            self._whole = {line.ours: self._merged(line) for line in self._lines[index]}
+            self._whole_index = index
+        ranks = self.model_parallel_size
+        return {name: self._shards.piece(index, name, whole, tp_rank, ranks) for name, whole in self._whole.items()}
+
+    def verify_layer(self, index: int) -> None:
+        """Hugging Face's files have no checksums."""
+
+    def records(self, mp_rank: int) -> Dict[str, Any]:
+        """The settings that GPT-NeoX compares."""
+        return {"args": {key: getattr(self._neox_args, key) for key in ARGS_KEYS}}
+
+    def _merged(self, line: Line) -> torch.Tensor:
+        whole = line.operation.merge([self._source.read(name) for name in line.theirs], line.widths)
+        dtype = self._dtype if line.theirs else self.main_dtype
+        return converted(whole, dtype, line.ours)
+
+
+def _main_dtype(source: HFSource, lines: Sequence[Line]) -> torch.dtype:
+    names = (name for line in lines for name in line.theirs)
+    return main_dtype((source.dtype(name), torch.Size(source.shape(name)).numel()) for name in names)
+
+
+def _arguments(settings: Mapping[str, Any]) -> NeoXArgs:
+    ranks = settings["model_parallel_size"] * max(settings["pipe_parallel_size"], 1)
+    machine = dict(global_num_gpus=ranks, train_micro_batch_size_per_gpu=1, distributed_backend="gloo")
+    return NeoXArgs.from_dict({**settings, **machine})
+
+
+def _yaml_text(settings: Mapping[str, Any], source: str, out: str) -> str:
+    """A config that generates and evaluates as it is, and trains once it is told on what."""
+    run = {"train_micro_batch_size_per_gpu": 1, "load": os.path.abspath(out), "finetune": True}
+    tokenizer = "" if "vocab_file" in settings else "# vocab_file: the source had no tokenizer; name one here\n"
+    return (
+        f"# Imported from {os.path.basename(os.path.abspath(source))}. The rows of the embedding are given as\n"
+        "# padded_vocab_size, because the model may have more of them than its tokenizer has tokens.\n"
+        f"{_dump(settings)}{tokenizer}\n"
+        "# Only the weights are loaded, at iteration 0 (finetune). To train, add data_path, an optimizer, train_iters,\n"
+        "# lr_decay_style and save.\n"
+        f"{_dump(run)}"
+    )
+
+
+def _dump(settings: Mapping[str, Any]) -> str:
+    """One setting a line; lists and tables within it."""
+    lines = []
+    for key, value in settings.items():
+        if isinstance(value, (dict, list)):
+            lines.append(f"{key}: {yaml.safe_dump(value, sort_keys=False, default_flow_style=True, width=10**6)}")
+        else:
+            lines.append(yaml.safe_dump({key: value}, default_flow_style=False, width=10**6))
+    return "".join(lines)

@@ -1,0 +1,69 @@
+"""What belongs to a model beside its weights: the tokenizer's files, special tokens, the true size of the vocabulary.
+
+An import keeps the source's own files in `<import>/huggingface/`, and the config's vocab_file points into it. So they
+are found again by an export of that checkpoint, and of every checkpoint trained from it with that config.
+"""
+
+import json
+import os
+import shutil
+from typing import Any, Dict, List, Mapping, Optional
+
+from megatron.convert.hf_writer import sync_file
+
+FOLDER = "huggingface"
+TOKENIZER_JSON, TOKENIZER_MODEL, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
+TOKENIZER_FILES = (
+    TOKENIZER_JSON,
+    TOKENIZER_MODEL,
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def copy_files(names, source: str, target: str) -> List[str]:
+    """Copy those of the files that exist into a folder, onto the disk; returns their names."""
+    found = [name for name in names if os.path.isfile(os.path.join(source, name))]
+    for name in found:
+        shutil.copyfile(os.path.join(source, name), os.path.join(target, name))
+        sync_file(os.path.join(target, name))
+    return found
+
+
+def tokenizer_settings(source: str, kept_in: str) -> Dict[str, Any]:
+    """tokenizer_type and vocab_file for the tokenizer in a Hugging Face folder that is being copied to `kept_in`."""
+    for name, kind in ((TOKENIZER_JSON, "HFTokenizer"), (TOKENIZER_MODEL, "SPMTokenizer")):
+        if os.path.isfile(os.path.join(source, name)):
+            return {"tokenizer_type": kind, "vocab_file": os.path.join(kept_in, name)}
+    return {"tokenizer_type": "HFTokenizer"}
+
+
+def folder_of(checkpoint: str, settings: Mapping[str, Any]) -> Optional[str]:
+    """The Hugging Face files that belong to a checkpoint: beside it, or where its vocab_file is. None if there are none.
+
+    checkpoint: a global_step<N> folder. settings: of its YAML files.
+    """
+    beside = os.path.join(os.path.dirname(os.path.abspath(checkpoint)), FOLDER)
+    candidates = [beside]
+    if settings.get("vocab_file"):
+        path = str(settings["vocab_file"])
+        candidates.append(path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path)))
+    known = (CONFIG, TOKENIZER_CONFIG)
+    return next((path for path in candidates if any(os.path.isfile(os.path.join(path, x)) for x in known)), None)
+
+
+def original_config(folder: Optional[str]) -> Dict[str, Any]:
+    """The config.json there; {} if there is none, or not a readable one."""
+    try:
+        with open(os.path.join(folder or "", CONFIG), encoding="utf-8") as file:
+            config = json.load(file)
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
