@@ -168,8 +168,8 @@ def _yaml_text(settings: Mapping[str, Any], source: str, out: str) -> str:
         f"# Imported from {os.path.basename(os.path.abspath(source))}. The rows of the embedding are given as\n"
         "# padded_vocab_size, because the model may have more of them than its tokenizer has tokens.\n"
         f"{_dump(settings)}{tokenizer}\n"
-        "# Only the weights are loaded, at iteration 0 (finetune). To train, add data_path, an optimizer, train_iters,\n"
-        "# lr_decay_style and save.\n"
+        "# Only the weights are loaded, at iteration 0 (finetune). To train, add data_path, an optimizer,\n"
+        "# train_iters, lr_decay_style and save.\n"
         f"{_dump(run)}"
     )
 

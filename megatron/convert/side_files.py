@@ -59,11 +59,11 @@ def folder_of(checkpoint: str, settings: Mapping[str, Any]) -> Optional[str]:
     return next((path for path in candidates if any(os.path.isfile(os.path.join(path, x)) for x in known)), None)
 
 
-def original_config(folder: Optional[str]) -> Dict[str, Any]:
-    """The config.json there; {} if there is none, or not a readable one."""
+def read_json(folder: Optional[str], name: str) -> Dict[str, Any]:
+    """A table in a folder; {} if there is no folder, file or readable table."""
     try:
-        with open(os.path.join(folder or "", CONFIG), encoding="utf-8") as file:
-            config = json.load(file)
+        with open(os.path.join(folder or "", name), encoding="utf-8") as file:
+            contents = json.load(file)
     except (OSError, ValueError):
         return {}
-    return config if isinstance(config, dict) else {}
+    return contents if folder and isinstance(contents, dict) else {}
