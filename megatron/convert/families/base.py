@@ -78,7 +78,10 @@ def head_dim_of(config: Any) -> int:
 
 
 def common_config(family: "Family", neox_args, vocabulary: int) -> Dict[str, Any]:
-    """Inverse of common_settings, with the names of the class."""
+    """Inverse of common_settings, with the names of the class.
+
+    The special tokens are null, which says unknown: left out, they would be the class's, perhaps beyond the vocabulary.
+    """
     geometry, mlp = neox_args.head_geometry(), neox_args.mlp_geometry()
     return {
         "architectures": [family.architecture],
@@ -93,6 +96,9 @@ def common_config(family: "Family", neox_args, vocabulary: int) -> Dict[str, Any
         "max_position_embeddings": neox_args.max_position_embeddings,
         "tie_word_embeddings": not neox_args.no_weight_tying,
         "attention_dropout": neox_args.attention_dropout,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
     }
 
 

@@ -3,7 +3,8 @@
 from typing import Any, Dict, List, Mapping
 
 from megatron.convert.families import FAMILIES
-from megatron.errors import ConversionError
+from megatron.errors import ConfigError, ConversionError
+from megatron.geometry import HeadGeometry
 
 _PARTS = ("text_config", "llm_config", "language_config", "thinker_config", "decoder")
 _LATENT = ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim")
@@ -49,7 +50,7 @@ def _config_object(given: Dict[str, Any]) -> Any:
 def config_problems(raw: Mapping[str, Any]) -> List[str]:
     """Why the model of a config.json cannot be imported, as far as keys say; empty if nothing is in the way."""
     present = {key: value for key, value in raw.items() if value not in (None, 0, False, [], {})}
-    problems = [*_kind(raw), *_head_dim(raw)]
+    problems = [*_kind(raw), *_head_dim(raw), *_rotary_dim(raw)]
     for keys, what in (
         (_PARTS, "this model has parts beside a language model; save the language model by itself and import that"),
         (_LATENT, "multi-head latent attention is not built"),
@@ -82,6 +83,22 @@ def _head_dim(raw: Mapping[str, Any]) -> List[str]:
     if width is None or isinstance(width, (list, dict)) or (type(width) is int and width > 0):
         return []
     return [f"head_dim={width!r} must be a positive whole number, or absent for what the class says"]
+
+
+def _rotary_dim(raw: Mapping[str, Any]) -> List[str]:
+    """rotary_dim, which no class here reads, must not say otherwise than the share of a head that they read."""
+    dim = raw.get("rotary_dim")
+    if dim is None:
+        return []
+    share = raw.get("partial_rotary_factor") or (raw.get("rope_parameters") or {}).get("partial_rotary_factor") or 1.0
+    numbers = raw.get("hidden_size"), raw.get("num_attention_heads")
+    try:
+        rotated = HeadGeometry.from_config(*numbers, head_dim=raw.get("head_dim"), rotary_pct=share).rotary_ndims
+    except ConfigError as error:
+        return error.problems
+    if rotated == dim:
+        return []
+    return [f"rotary_dim={dim} and partial_rotary_factor={share}, which rotates {rotated}: remove the wrong one"]
 
 
 def _shown(key: str, value: Any) -> str:
