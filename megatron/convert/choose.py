@@ -20,16 +20,16 @@ def family_named(name: str) -> Family:
     raise ConversionError(f"architecture={name} is not known; choose one of {', '.join(['neox', *FAMILIES])}, or auto")
 
 
-def choose_family(neox_args, architecture: Optional[str] = None) -> Family:
+def choose_family(neox_args, architecture: Optional[str] = None, preferred: Optional[str] = None) -> Family:
     """The first family that can hold the model, or the one asked for if it can.
 
-    architecture: as for family_named; None or "auto" leaves the choice open.
+    architecture: as for family_named; None or "auto" leaves the choice open. preferred: the model_type to take first.
     Raises ConversionError with the reasons, and with the families that can hold it.
     """
     if architecture is not None and architecture.lower() != "auto":
         return _explicit(family_named(architecture), neox_args)
     refusals: Dict[str, List[str]] = {}
-    for name, family in FAMILIES.items():
+    for name, family in sorted(FAMILIES.items(), key=lambda item: item[0] != preferred):
         refusals[name] = family.refusals(neox_args)
         if not refusals[name]:
             return family

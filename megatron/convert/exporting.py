@@ -18,7 +18,7 @@ from megatron.convert.neox_source import NeoXSource
 from megatron.convert.outputs import check_new, new_folder
 from megatron.convert.precision import DTYPE_NAME, converted, dtype_of, dtype_problems, main_dtype
 from megatron.convert.rules import Line, write_out
-from megatron.errors import CheckpointError, ConversionError
+from megatron.errors import CheckpointError
 from megatron.neox_arguments.loading import load_files
 
 
@@ -65,7 +65,8 @@ def plan_export(
     check_stamp(neox_args, reader.folder)
     files = side_files.folder_of(reader.folder, settings)
     vocabulary = known_vocabulary(files, settings, neox_args.padded_vocab_size, vocab_size)
-    family = choose_family(neox_args, architecture)
+    original = side_files.read_json(files, side_files.CONFIG).get("model_type")
+    family = choose_family(neox_args, architecture, preferred=original)
     lines = write_out(family.rules(neox_args), neox_args, vocabulary.size)
     source = NeoXSource(reader, neox_args, lines)
     _check_weights(reader, source, wanted)

@@ -54,10 +54,8 @@ def _tied_head(family: Family, neox_args) -> Tuple[str, str]:
     if neox_args.no_weight_tying:
         return "", ""
     untied = family.rules(neox_args.update(no_weight_tying=True))
-    names = {
-        rule.part: rule.theirs for rule in untied if rule.ours.endswith(".weight") and isinstance(rule.theirs, str)
-    }
-    return names.get(HEAD, ""), names.get(EMBEDDING, "")
+    tables = {rule.part: rule.theirs for rule in untied if isinstance(rule.theirs, str) and rule.shapes == "v h"}
+    return tables.get(HEAD, ""), tables.get(EMBEDDING, "")
 
 
 def _listed(folder: str, problems: List[str]) -> str:

@@ -46,7 +46,7 @@ def tokenizer_settings(source: str, kept_in: str) -> Dict[str, Any]:
 
 
 def folder_of(checkpoint: str, settings: Mapping[str, Any]) -> Optional[str]:
-    """The Hugging Face files that belong to a checkpoint: beside it, or where its vocab_file is. None if there are none.
+    """The Hugging Face files of a checkpoint: beside it, or where its vocab_file is; None if there are none.
 
     checkpoint: a global_step<N> folder. settings: of its YAML files.
     """
