@@ -74,10 +74,6 @@ class GPTNeoX(Family):
     expressed = frozenset(
         [*ROTARY, *"layernorm_epsilon activation bias_gelu_fusion gpt_j_residual use_bias_in_attn_linear".split()]
     )
-    ignored = tuple(
-        f"gpt_neox.layers.{{i}}.attention.{name}" for name in ("bias", "masked_bias", "rotary_emb.inv_freq")
-    )
-    """Buffers in files of transformers before 4.40: the causal mask, its value, and the frequencies."""
 
     def settings(self, config: Any) -> Dict[str, Any]:
         refuse(self._import_problems(config))
