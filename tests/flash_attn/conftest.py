@@ -23,15 +23,22 @@ def package():
 def triton_kernels(package, monkeypatch):
     """attention_config=flash computes with the package's Triton kernels, although these do not count as usable."""
     monkeypatch.setattr(flash_package, "is_usable", lambda device, dtype: True)
-    monkeypatch.setattr(flash_package, "_flash_attn_func", lambda: package.flash_attn_func)
-    return package
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(kwargs)
+        return package.flash_attn_func(*args, **kwargs)
+
+    monkeypatch.setattr(flash_package, "_flash_attn_func", lambda: counted)
+    yield
+    assert calls, "another kernel did the work"
 
 
 @pytest.fixture
 def cuda_library(package, monkeypatch):
     """The package believes that it has its CUDA library: a stand-in that follows the package's documentation.
 
-    Only the device is forced, so is_usable must be asked about "cuda". Returns the stand-in, which keeps its calls.
+    is_usable still says no for the CPU, where the tensors are: ask it about "cuda". Returns the stand-in.
     """
     library = CudaLibrary()
     monkeypatch.setattr(package, "flash_attn_gpu", library)
