@@ -22,7 +22,7 @@ def can(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> bool:
 
 def can_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> bool:
     """Whether its backward pass does too, and faster than the chunked kernel's."""
-    return can(q, k, v, spec) and spec.is_plain(q.shape[0], k.shape[0]) and q.shape[-1] < OWN_BACKWARD_WIDTH
+    return can(q, k, v, spec) and spec.is_plain(k.shape[0]) and q.shape[-1] < OWN_BACKWARD_WIDTH
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -30,7 +30,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> Tu
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     query_tokens, key_tokens = q.shape[0], k.shape[0]
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, heads, s or t, d]
-    if spec.is_plain(query_tokens, key_tokens):
+    if spec.is_plain(key_tokens):
         output, log_sums = kernel(q, k, v, 0.0, True, scale=spec.scale)
         return output, log_sums.unsqueeze(-1)
     parts = []

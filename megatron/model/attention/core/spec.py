@@ -22,10 +22,10 @@ class Spec:
     dropout_p: float = 0.0
     seed: int = 0
 
-    def is_plain(self, query_tokens: int, key_tokens: int) -> bool:
+    def is_plain(self, key_tokens: int) -> bool:
         """Causal, with neither cached keys nor a window that hides any."""
         unhidden = self.window is None or self.window >= key_tokens - 1
-        return self.offset == 0 and query_tokens == key_tokens and unhidden
+        return self.offset == 0 and unhidden
 
     def query_blocks(self, query_tokens: int, size: int) -> Iterator[Range]:
         """All queries."""
