@@ -55,15 +55,19 @@ def plan_export(
     vocab_size: Optional[int] = None,
     pad_token_id: Optional[int] = None,
     iteration: Optional[int] = None,
+    hf_tokenizer: bool = False,
 ) -> Plan:
-    """What `export_hf` would write; reads names and shapes, and no weights. Raises as it does."""
+    """What `export_hf` would write; reads names and shapes, and no weights. Raises as it does.
+
+    hf_tokenizer: vocab_file is known to be in the folder of a Hugging Face tokenizer; an error if it is not.
+    """
     wanted = dtype_of(precision)
     reader = CheckpointReader(checkpoint_folder(checkpoint, iteration))
     settings = load_files(_configs(reader, config_files))[0]
     kept = {name: settings[name] for name in ("attention_dropout", "hidden_dropout") if name in settings}
     neox_args = inference_args(reader, config_files, changes=kept)
     check_stamp(neox_args, reader.folder)
-    files = side_files.folder_of(reader.folder, settings)
+    files = side_files.folder_of(reader.folder, settings, hf_tokenizer)
     vocabulary = known_vocabulary(files, settings, neox_args.padded_vocab_size, vocab_size)
     original = side_files.read_json(files, side_files.CONFIG).get("model_type")
     family = choose_family(neox_args, architecture, preferred=original)

@@ -10,6 +10,7 @@ import shutil
 from typing import Any, Dict, List, Mapping, Optional
 
 from megatron.convert.hf_writer import sync_file
+from megatron.errors import ConversionError
 
 FOLDER = "huggingface"
 TOKENIZER_JSON, TOKENIZER_MODEL, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
@@ -45,18 +46,25 @@ def tokenizer_settings(source: str, kept_in: str) -> Dict[str, Any]:
     return {"tokenizer_type": "HFTokenizer"}
 
 
-def folder_of(checkpoint: str, settings: Mapping[str, Any]) -> Optional[str]:
+def folder_of(checkpoint: str, settings: Mapping[str, Any], of_vocabulary: bool = False) -> Optional[str]:
     """The Hugging Face files of a checkpoint: beside it, or where its vocab_file is; None if there are none.
 
-    checkpoint: a global_step<N> folder. settings: of its YAML files.
+    checkpoint: a global_step<N> folder. settings: of its YAML files. of_vocabulary: only the second place counts, and
+    there has to be a tokenizer; raises ConversionError if there is none.
     """
     beside = os.path.join(os.path.dirname(os.path.abspath(checkpoint)), FOLDER)
-    candidates = [beside]
+    candidates = [] if of_vocabulary else [beside]
     if settings.get("vocab_file"):
         path = str(settings["vocab_file"])
         candidates.append(path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path)))
-    known = (CONFIG, TOKENIZER_CONFIG)
-    return next((path for path in candidates if any(os.path.isfile(os.path.join(path, x)) for x in known)), None)
+    known = (TOKENIZER_CONFIG,) if of_vocabulary else (CONFIG, TOKENIZER_CONFIG)
+    found = next((path for path in candidates if any(os.path.isfile(os.path.join(path, x)) for x in known)), None)
+    if found is None and of_vocabulary:
+        raise ConversionError(
+            f"vocab_file={settings.get('vocab_file')} is not in the folder of a Hugging Face tokenizer: there is no "
+            f"{TOKENIZER_CONFIG} beside it; leave --vocab-is-hf-tokenizer out"
+        )
+    return found
 
 
 def read_json(folder: Optional[str], name: str) -> Dict[str, Any]:
