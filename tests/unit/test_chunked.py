@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from megatron import mpu
 from megatron.errors import BackendError
 from megatron.model.attention.core import chunked, cpu_flash, eager
+from megatron.model.attention.core.blocks import BlockProducts
+from megatron.model.attention.core.spec import Spec
 from tests.helpers.attention_reference import core_reference
 from tests.helpers.tolerances import FORWARD, GRADIENT, assert_close
 
@@ -153,6 +155,32 @@ def test_real_block_sizes():
     for tokens in (256, 300):
         tensors = _tensors(tokens, tokens, (2, 1, 1), 24, torch.bfloat16, batch=1)
         _compare(lambda *x: _capped_reference(*x, 0.2, cap=5.0), tensors, "bfloat16", scale=0.2, softcap=5.0)
+
+
+def test_products_with_an_fp32_result_as_on_cuda(monkeypatch):
+    """torch has these for half precision on CUDA only: shapes and dtypes by its rules, values by a stand-in."""
+    monkeypatch.setattr(BlockProducts, "_on_cuda", property(lambda self: True, lambda self, value: None), raising=False)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        q, k, v = (torch.empty(1100, 2, heads, 64, dtype=dtype, device="meta") for heads in (6, 2, 2))
+        for spec in (Spec(0.1, 0), Spec(0.1, 0, window=300, softcap=3.0)):
+            output, log_sums = chunked._forward(q, k, v, spec)
+            gradients = chunked._backward(q, k, v, output, log_sums, output, spec)
+            assert (output.dtype, log_sums.dtype) == (dtype, torch.float32)
+            assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, dtype) for x in (q, k, v)]
+
+    def bmm(a, b, out_dtype=None, out=None):
+        if out_dtype is None:
+            return plain(a, b) if out is None else plain(a, b, out=out)
+        assert a.dtype == b.dtype and a.dtype in (torch.float16, torch.bfloat16) and out_dtype == torch.float32
+        return plain(a.float(), b.float())
+
+    plain = torch.bmm
+    monkeypatch.setattr(torch, "bmm", bmm)
+    monkeypatch.setattr(chunked, "BLOCK", {"cpu": SIZE, "cuda": SIZE})
+    monkeypatch.setattr(chunked, "_explicit_is_faster", lambda *a: False)
+    monkeypatch.setattr(cpu_flash, "can", lambda *a: False)
+    tensors = _tensors(21, 26, (6, 2, 2), 12, torch.bfloat16)
+    _compare(lambda *x: _capped_reference(*x, 0.4, 5, cap=1.5), tensors, scale=0.4, softcap=1.5)
 
 
 # Memory and work
