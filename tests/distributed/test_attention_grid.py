@@ -26,8 +26,12 @@ def test_the_names_are_of_geometries_that_split():
 
 
 def cells_of(ranks):
-    """Those of these geometries, without the feature that is about one rank's blocks."""
-    every = grid.cells(grid.available(), ranks)
+    """Those of these geometries, without the feature that is about one rank's blocks.
+
+    Transformer Engine over 4 ranks is in the table only: its import in each takes as long as all the rest.
+    """
+    backends = [name for name in grid.available() if name != "te" or ranks < 4]
+    every = grid.cells(backends, ranks)
     return [cell for cell in every if cell[1] in TESTED[ranks] and cell[2] != f"{LONG} tokens"]
 
 

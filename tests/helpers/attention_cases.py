@@ -65,8 +65,10 @@ FEATURES = {
     "sequence parallel": Feature(dict(sequence_parallel=True)),
     "cache": Feature({}, cache=True),
     "cache, window": Feature(dict(sliding_window_width=3), cache=True),
+    "cache, joint norm": Feature(dict(use_qk_layernorm=True, norm="rmsnorm", rms_norm_epsilon=EPS), cache=True),
+    "cache, alibi, window": Feature(dict(pos_emb="alibi", sliding_window_width=3), cache=True),
     "fp8 cache": Feature(dict(kv_cache_dtype="fp8_e4m3"), cache=True),
-    "int8 cache": Feature(dict(kv_cache_dtype="int8"), cache=True),
+    "int8 cache, window": Feature(dict(kv_cache_dtype="int8", sliding_window_width=3), cache=True),
 }
 
 

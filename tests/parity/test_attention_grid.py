@@ -13,21 +13,23 @@ from tests.helpers import attention_grid as grid
 from tests.helpers.attention_cases import FEATURES, GEOMETRIES
 from tests.helpers.te import install_te
 
-REFUSED = {
-    ("flash", "softcap"): "attn_logit_softcap=0.7",  # torch's kernel, which is the one on a CPU
-    ("flash", "alibi"): "pos_emb=alibi",
-    ("flash", "rpe"): "pos_emb=rpe",
-    ("chunked", "alibi"): "pos_emb=alibi",
-    ("chunked", "rpe"): "pos_emb=rpe",
-    ("te", "softcap"): "attn_logit_softcap=0.7",  # of Transformer Engine 1.12; 2.x has it
-    ("te", "joint norm"): "use_qk_layernorm=True",
-    ("te", "per_head norm"): "qk_norm_type=per_head",
-    ("te", "full_width norm"): "qk_norm_type=full_width",
-    ("te", "alibi"): "pos_emb=alibi",
-    ("te", "rpe"): "pos_emb=rpe",
-    ("te", "fp8 cache"): "kv_cache_dtype=fp8_e4m3",
-    ("te", "int8 cache"): "kv_cache_dtype=int8",
+NO_BIAS = {"alibi": "pos_emb=alibi", "cache, alibi, window": "pos_emb=alibi", "rpe": "pos_emb=rpe"}
+"""feature: the setting that adds to the scores."""
+BY_BACKEND = {
+    "flash": {**NO_BIAS, "softcap": "attn_logit_softcap=0.7"},  # torch's kernel, which is the one on a CPU
+    "chunked": NO_BIAS,
+    "te": {
+        **NO_BIAS,
+        "softcap": "attn_logit_softcap=0.7",  # of Transformer Engine 1.12; 2.x has it
+        "joint norm": "use_qk_layernorm=True",
+        "cache, joint norm": "use_qk_layernorm=True",
+        "per_head norm": "qk_norm_type=per_head",
+        "full_width norm": "qk_norm_type=full_width",
+        "fp8 cache": "kv_cache_dtype=fp8_e4m3",
+        "int8 cache, window": "kv_cache_dtype=int8",
+    },
 }
+REFUSED = {(backend, feature): setting for backend, rules in BY_BACKEND.items() for feature, setting in rules.items()}
 """(backend, feature) that cannot be had with any geometry, and the setting that the refusal must name."""
 
 
