@@ -39,6 +39,11 @@ MHA = dict(hidden_size=57, num_attention_heads=3, num_key_value_heads=3, head_di
 BIASED = dict(attention_bias=True, mlp_bias=True)
 WINDOW = dict(sliding_window=7, use_sliding_window=True)
 BASE = 5000.0
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+MODEL_TYPES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "granite")
+
+
+FACTORS = {name: [start + i / 8 for i in range(8)] for name, start in dict(short_factor=1.0, long_factor=2.0).items()}
 
 
 def _rope(rope_type, **numbers):
@@ -60,6 +65,7 @@ CASES = {
     ),
     # 23 tokens, and the scaling starts at 8.
     "llama-dynamic": ("llama", dict(**_rope("dynamic", factor=4.0), max_position_embeddings=8, mlp_bias=True)),
+    "llama-longrope": ("llama", _rope("longrope", **FACTORS, factor=3.0, original_max_position_embeddings=8)),
     "llama-gelu": ("llama", dict(WIDE, hidden_act="gelu", rms_norm_eps=1e-2)),
     "llama-gelu-tanh": ("llama", dict(NARROW, hidden_act="gelu_pytorch_tanh")),
     "llama-relu": ("llama", dict(hidden_act="relu")),
@@ -68,6 +74,11 @@ CASES = {
     "mistral-nemo": ("mistral", dict(NARROW, sliding_window=None, **_rope("default"))),
     "mistral-wide-non-divisible": ("mistral", dict(WIDE_NON_DIVISIBLE, sliding_window=7, tie_word_embeddings=True)),
     "mistral-mqa-window-of-1": ("mistral", dict(MQA, sliding_window=2)),
+    "ministral-equal": ("ministral", dict(head_dim=16, sliding_window=7, num_hidden_layers=3, layer_types=MIXED)),
+    "ministral-wide-without-windows": (
+        "ministral",
+        dict(WIDE, layer_types=["full_attention"] * 2, num_key_value_heads=6),
+    ),
     "qwen2-absent-tied": ("qwen2", dict(tie_word_embeddings=True)),
     "qwen2-wide-non-divisible-yarn": ("qwen2", dict(WIDE_NON_DIVISIBLE, **YARN)),
     "qwen2-narrow-mha-windows": ("qwen2", dict(NARROW, **WINDOW, num_key_value_heads=4, max_window_layers=1)),
@@ -77,9 +88,7 @@ CASES = {
     "qwen3-narrow-biased-tied": ("qwen3", dict(NARROW, attention_bias=True, tie_word_embeddings=True)),
     "qwen3-mha-windows": (
         "qwen3",
-        dict(
-            MHA, **WINDOW, num_hidden_layers=3, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
-        ),
+        dict(MHA, **WINDOW, num_hidden_layers=3, layer_types=MIXED),
     ),
     "smollm3-absent": ("smollm3", dict(num_hidden_layers=4)),
     "smollm3-wide-non-divisible-biased": (
@@ -108,11 +117,11 @@ def test_logits_tensors_and_configs(case):
 
 
 def test_every_family_here_has_cases():
-    model_types = {"llama", "mistral", "qwen2", "qwen3", "smollm3", "granite"}
-    assert {model_type for model_type, _ in CASES.values()} == model_types
-    for model_type in model_types:
+    for model_type in MODEL_TYPES:
         wide = [changes for name, changes in CASES.values() if name == model_type]
-        assert any("head_dim" not in changes for changes in wide) and any("head_dim" in changes for changes in wide)
+        assert any(changes.get("head_dim", 16) != 16 for changes in wide)
+        # transformers cannot build a Ministral without
+        assert any("head_dim" not in changes for changes in wide) or model_type == "ministral"
 
 
 EXPORTS = {
@@ -122,13 +131,21 @@ EXPORTS = {
         for kind, settings in {
             "normed heads": dict(qk_norm_type="per_head"),
             "qkv bias, a window": dict(add_qkv_bias=True, sliding_window_width=5),
+            "some windows": dict(layer_types=["sliding_attention", "full_attention"], sliding_window_width=5),
             "own scale": dict(softmax_scale=0.31, embedding_multiplier=3.0),
             "all biases": dict(use_bias_in_attn_linear=True, use_bias_in_mlp=True, no_rope_layers=[1, 0]),
         }.items()
         for name in ("wide_non_divisible", "mha", "quotient")
     },
 }
-CHOSEN = {"plain": "mistral", "normed": "qwen3", "qkv": "qwen2", "own": "granite", "all": "smollm3"}
+CHOSEN = {
+    "some": "ministral",
+    "plain": "mistral",
+    "normed": "qwen3",
+    "qkv": "qwen2",
+    "own": "granite",
+    "all": "smollm3",
+}
 
 
 @pytest.mark.parametrize("case", EXPORTS)
@@ -206,7 +223,7 @@ BESIDE = {
 """What must be set with a setting for it to be possible, or to act."""
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "smollm3", "granite"])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_each_setting_is_held_or_refused_by_name(model_type):
     """An exported config that is imported again says what was exported, or the setting's name is in the refusal."""
     family, held, refused = FAMILIES[model_type], set(), set()

@@ -7,7 +7,7 @@ from megatron.convert.families.gemma import Gemma, Gemma2, Gemma3Text
 from megatron.convert.families.gpt_neox import GPTNeoX
 from megatron.convert.families.granite import Granite
 from megatron.convert.families.llama import Llama
-from megatron.convert.families.mistral import Mistral
+from megatron.convert.families.mistral import Ministral, Mistral
 from megatron.convert.families.mixtral import Mixtral
 from megatron.convert.families.olmo2 import Olmo2
 from megatron.convert.families.phi import Phi
@@ -19,6 +19,7 @@ FAMILIES: Dict[str, Family] = {
     for family in (
         Llama(),
         Mistral(),
+        Ministral(),
         Qwen2(),
         Qwen3(),
         SmolLM3(),

@@ -6,9 +6,9 @@ from megatron.convert.families import FAMILIES
 from megatron.errors import ConfigError, ConversionError
 from megatron.geometry import HeadGeometry
 
-_PARTS = ("text_config", "llm_config", "language_config", "thinker_config", "decoder")
+_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 _LATENT = ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim")
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "ffn_config")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _OTHER_WIDTHS = ("global_head_dim", "swa_head_dim", "num_query_heads", "num_global_key_value_heads", "per_layer_config")
 _BY_LAYER = ("head_dim", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "intermediate_size")
 

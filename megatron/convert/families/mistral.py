@@ -1,8 +1,10 @@
-"""MistralForCausalLM: Mistral 7B, Nemo, Small. The plain layer of Llama's that any hidden size may have."""
+"""MistralForCausalLM (Mistral 7B, Nemo, Small): Llama's plain layer, at any hidden size. MinistralForCausalLM: the same
+with a window in some layers."""
 
 from typing import Any, Dict, List
 
 from megatron.convert.families.llama import LlamaLike
+from megatron.convert.families.windows import Windowed
 
 
 class Mistral(LlamaLike):
@@ -26,7 +28,7 @@ class Mistral(LlamaLike):
         if types and types != expected:
             return [
                 f"layer_types={config.layer_types} with sliding_window={config.sliding_window}: a {self.architecture} "
-                "of transformers ignores layer_types; model_type ministral or qwen2 has them"
+                "of transformers ignores layer_types; a MinistralForCausalLM, model_type ministral, has them"
             ]
         return []
 
@@ -37,3 +39,19 @@ class Mistral(LlamaLike):
                 f"layer_types={neox_args.layer_types}: a {self.architecture} has one window for all layers, or none"
             )
         return problems
+
+
+UNUSED_WINDOW = 4096
+"""sliding_window of a Ministral whose layers have none: transformers makes the mask nevertheless and needs a number."""
+
+
+class Ministral(Windowed):
+    """A window where layer_types says so. transformers itself needs head_dim in config.json."""
+
+    model_type = "ministral"
+    architecture = "MinistralForCausalLM"
+
+    def config(self, neox_args, vocabulary: int) -> Dict[str, Any]:
+        keys = super().config(neox_args, vocabulary)
+        del keys["use_sliding_window"], keys["max_window_layers"]
+        return {**keys, "sliding_window": keys["sliding_window"] or UNUSED_WINDOW}

@@ -2,6 +2,8 @@
 
 from typing import Any, Dict, List
 
+from megatron.convert.families.llama import LlamaLike
+
 
 def window_settings(config: Any) -> Dict[str, Any]:
     """sliding_window_width and layer_types of a config with a list layer_types. Without a sliding layer, no window."""
@@ -35,3 +37,18 @@ def window_config(neox_args) -> Dict[str, Any]:
         "sliding_window": neox_args.sliding_window_width + 1 if has_window else None,
         "max_window_layers": full,
     }
+
+
+class Windowed(LlamaLike):
+    """Llama's layer with a window where layer_types says so."""
+
+    expressed = LlamaLike.plain | {"sliding_window_width", "layer_types"}
+
+    def settings(self, config: Any) -> Dict[str, Any]:
+        return {**super().settings(config), **window_settings(config)}
+
+    def config(self, neox_args, vocabulary: int) -> Dict[str, Any]:
+        return {**super().config(neox_args, vocabulary), **window_config(neox_args)}
+
+    def import_problems(self, config: Any) -> List[str]:
+        return window_problems(config)
