@@ -103,5 +103,5 @@ def test_the_layer_adds_its_bias_after_the_scale(pos_emb):
                     bias[head, i, j] = 3.0 * shared.weight[i - j, head]
     got = attention._attend(q.float(), k.float(), v.float(), oldest_key=0)
     assert_close(got, core_reference(q, k, v, 24**-0.5, bias=bias), FORWARD)
-    chunk = attention._attend(q[5:].float(), k.float(), v.float(), offset=5)
+    chunk = attention._attend(q[5:].float(), k.float(), v.float(), oldest_key=0)
     assert_close(chunk, got[5:], FORWARD)
