@@ -3,8 +3,6 @@
 NEOX_TEST_DEVICE=cuda .venv/bin/python -m pytest -m gpu tests/gpu
 """
 
-import importlib.util
-
 import pytest
 import torch
 
@@ -52,7 +50,9 @@ def test_torch_flash(width, dtype, monkeypatch):
     _compare(flash.attend, width, dtype)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="the flash-attn package is not installed")
+@pytest.mark.skipif(
+    not flash_package.is_usable("cuda", torch.bfloat16), reason="no flash-attn package with its CUDA library"
+)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("window", (None, 7))
 def test_flash_attn_package(width, window):

@@ -22,7 +22,7 @@ from megatron.model.attention.core.request import AttentionRequest
 CUDA_MAX_HEAD_DIM = 256
 """Limit of flash-attn 2 and of the same kernels inside torch; their head sizes are multiples of 8."""
 HEAD_DIM_MULTIPLE = 8
-INSTALL = "; the flash-attn package has one, on a GPU"
+INSTALL = "; the flash-attn package (2.6 or newer, with its CUDA library) has one, on a GPU"
 _PRECISION = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bfloat16"}
 
 
