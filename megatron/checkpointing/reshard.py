@@ -3,16 +3,15 @@
 import os
 import shutil
 from contextlib import ExitStack
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Protocol
+from typing import Any, Dict, List, Mapping, Optional, Protocol
 
 from tqdm import tqdm
 
 from megatron.checkpointing import folders
 from megatron.checkpointing.config_texts import with_settings
 from megatron.checkpointing.reader import LayerState, layer_file
-from megatron.checkpointing.safe_load import save_file
 from megatron.checkpointing.stamp import write_stamp
-from megatron.checkpointing.streamed_file import StreamedFile
+from megatron.checkpointing.streamed_file import StreamedFile, sync_files
 from megatron.errors import CheckpointError
 
 LAYOUT_FILE = "layout.yml"
@@ -78,7 +77,8 @@ def write_resharded(
             write(weights, unfinished, bar)
         if pipe_parallel_size:
             for mp_rank in range(stages * weights.model_parallel_size):
-                save_file(_rank_state(weights, mp_rank, stages, None), _rank_path(unfinished, mp_rank))
+                _save(_rank_state(weights, mp_rank, stages, None), _rank_path(unfinished, mp_rank))
+        sync_files(unfinished)
         write_stamp(neox_args, unfinished)
         _write_configs(unfinished, configs, weights.model_parallel_size, pipe_parallel_size)
         folders.publish(out, weights.iteration)
@@ -115,7 +115,7 @@ def _write_layers(weights: Weights, folder: str, bar: tqdm) -> None:
         weights.verify_layer(index)  # just before it is read for use, so that the disk is read once
         for rank in range(weights.model_parallel_size):
             state = weights.layer_state(index, rank)
-            save_file(dict(_of_their_own(state)), os.path.join(folder, layer_file(index, rank)))
+            _save(state, os.path.join(folder, layer_file(index, rank)))
             bar.update(sum(tensor.nbytes for tensor in state.values()))
 
 
@@ -135,15 +135,13 @@ def _write_sequential(weights: Weights, folder: str, bar: tqdm) -> None:
             files[rank].finish(_rank_state(weights, rank, 1, modules[rank]))
 
 
+def _save(contents: Mapping[str, Any], path: str) -> None:
+    with StreamedFile(path) as file:
+        file.finish(dict(contents))
+
+
 def _rank_path(folder: str, mp_rank: int) -> str:
     return os.path.join(folder, f"mp_rank_{mp_rank:02d}_model_states.pt")
-
-
-def _of_their_own(state: LayerState) -> Iterator[tuple]:
-    """A tensor that is a part of a larger one would be written with all of it."""
-    for name, tensor in state.items():
-        whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-        yield name, tensor if whole else tensor.contiguous().clone()
 
 
 def _rank_state(weights: Weights, mp_rank: int, stages: int, module: Optional[Dict[str, Any]]) -> Dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Tuple
 
 import torch
 
+from megatron.checkpointing.folders import sync_folder
 from megatron.errors import CheckpointError
 
 _PICKLE_PROTOCOL = 2
@@ -30,7 +31,8 @@ class SavedTensor(NamedTuple):
 class StreamedFile:
     """`with StreamedFile(path) as file: saved = file.add(tensor); file.finish({"name": saved})`.
 
-    All its methods raise CheckpointError if the disk is full or cannot be written.
+    All its methods raise CheckpointError if the disk is full or cannot be written. Nothing waits for the disk: call
+    `sync_files` when all files of a folder are finished.
     """
 
     def __init__(self, path: str):
@@ -58,7 +60,7 @@ class StreamedFile:
         return saved
 
     def finish(self, contents: Any) -> None:
-        """Write what the file holds; returns when it is on the disk. Tensors not added yet are added."""
+        """Write what the file holds. Tensors not added yet are added."""
         buffer = BytesIO()
         _Pickler(buffer, self).dump(contents)
         with _disk_errors(self._path):
@@ -66,7 +68,16 @@ class StreamedFile:
             self._writer.write_record("byteorder", sys.byteorder, len(sys.byteorder))
             self._writer.write_end_of_file()
             self._file.flush()
-            os.fsync(self._file.fileno())
+
+
+def sync_files(folder: str) -> None:
+    """Return when every file in a folder, and its list of names, is on the disk. Raises CheckpointError."""
+    for name in sorted(os.listdir(folder)):
+        path = os.path.join(folder, name)
+        if os.path.isfile(path):
+            with _disk_errors(path), open(path, "rb+") as file:
+                os.fsync(file.fileno())
+    sync_folder(folder)
 
 
 class _Storage(NamedTuple):

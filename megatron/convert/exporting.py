@@ -76,7 +76,7 @@ def plan_export(
     _check_weights(reader, source, wanted)
     dtypes = {line: wanted or dtype for line, dtype in source.dtypes.items()}
     config = family.config(neox_args, vocabulary.size)
-    config.update(vocabulary.special_tokens(pad_token_id), dtype=_config_dtype(dtypes), use_cache=True)
+    config.update(vocabulary.special_tokens(pad_token_id), dtype=_config_dtype(dtypes))
     return Plan(family, config, lines, source, dtypes, files, settings, vocabulary, list(vocabulary.notes))
 
 

@@ -56,6 +56,8 @@ class HFWriter:
         if self._next < len(self._todo):
             raise ConversionError(f"{self._todo[self._next][1][0]} was announced and not written")
         self._close()
+        for name in self._names:
+            sync_file(os.path.join(self._folder, name))
         if len(self._shards) > 1:
             self._write_index()
 
@@ -80,8 +82,6 @@ class HFWriter:
 
     def _close(self) -> None:
         if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
             self._file.close()
             self._file = None
 

@@ -119,9 +119,11 @@ class _HFWeights:
 
     @property
     def nbytes(self) -> int:
-        """Whole parameters; copies on every rank are few and not counted."""
-        elements = sum(whole_on_meta(line).numel() for lines in self._lines.values() for line in lines)
-        return elements * self.main_dtype.itemsize
+        """On all ranks together."""
+        ranks, itemsize = self.model_parallel_size, self.main_dtype.itemsize
+        wholes = {(index, line.ours): whole_on_meta(line) for index, lines in self._lines.items() for line in lines}
+        pieces = (self._shards.split(*key, whole, ranks) for key, whole in wholes.items())
+        return sum(piece.numel() * itemsize for shares in pieces for piece in shares)
 
     def layer_indices(self) -> List[int]:
         """The layers that have weights, ascending."""

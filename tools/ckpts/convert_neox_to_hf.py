@@ -78,7 +78,7 @@ def _add_vocabulary(parser: argparse.ArgumentParser) -> None:
         "--vocab-size",
         type=at_least(1),
         metavar="N",
-        help="rows of the tables written; by default those of the model it was imported from, or the tokenizer's tokens",
+        help="rows of the tables written; by default those of the model imported once, or the tokenizer's tokens",
     )
 
 
