@@ -109,7 +109,8 @@ class NeoXLM(TemplateLM):
         return texts
 
     def _score(self, pairs: List[Pair]) -> List[Tuple[float, bool]]:
-        check_pairs(self._args, pairs)  # here, where the error can be reported with the task's
+        pairs = [(context or [self.prefix_token_id], continuation) for context, continuation in pairs]
+        check_pairs(self._args, pairs)  # here, on the rank that asks
         return self._call("score", pairs)
 
     def _completion(self, context: str, settings: Dict[str, Any]) -> Completion:

@@ -12,9 +12,10 @@ from torch import nn
 from megatron.model.gpt2_model import build_model
 from megatron.neox_arguments import NeoXArgs
 from megatron.text_generation import InferenceRunner
-from tests.helpers.configs import tiny_args
+from tests.helpers.configs import tiny_values
 from tests.helpers.convert_models import hf_config, hf_model
 from tests.helpers.hf_models import Family, our_tensors
+from tests.helpers.resharding import write_checkpoint
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "golden" / "data_index" / "tiny_tokenizer.json"
 """Byte-level BPE, 300 tokens, <|endoftext|> = 0."""
@@ -43,9 +44,9 @@ def hf_twin(layers: int = 2) -> nn.Module:
     return hf_model(config)
 
 
-def twin_args(**overrides: Any) -> NeoXArgs:
+def twin_values(**overrides: Any) -> Dict[str, Any]:
     """Our settings of it. The vocabulary is padded to 384."""
-    args = tiny_args(
+    return tiny_values(
         **{
             **{name: WIDTHS[name] for name in ("hidden_size", "num_attention_heads", "head_dim")},
             **dict(num_kv_heads=2, ffn_hidden_size=WIDTHS["intermediate_size"], qk_norm_type="per_head"),
@@ -56,6 +57,11 @@ def twin_args(**overrides: Any) -> NeoXArgs:
             **overrides,
         }
     )
+
+
+def twin_args(**overrides: Any) -> NeoXArgs:
+    """The arguments of twin_values, with the tokenizer."""
+    args = NeoXArgs.from_dict(twin_values(**overrides))
     args.build_tokenizer()
     return args
 
@@ -79,6 +85,15 @@ def twin_runner(args: NeoXArgs, hf: nn.Module) -> InferenceRunner:
     return InferenceRunner(args, model)
 
 
+def save_twin(folder: Path, hf: nn.Module) -> None:
+    """A checkpoint of it."""
+    layers: Dict[int, Dict[str, torch.Tensor]] = {}
+    for name, tensor in twin_weights(hf).items():
+        _, index, rest = name.split(".", 2)
+        layers.setdefault(int(index), {})[rest] = tensor
+    write_checkpoint(folder, layers, twin_values(), vocab=384)
+
+
 def save_hf_twin(folder: Path, hf: nn.Module) -> None:
     """The folder that from_pretrained reads."""
     hf.save_pretrained(folder)
@@ -94,7 +109,7 @@ def hf_tokenizer() -> transformers.PreTrainedTokenizerFast:
 _QUESTIONS = [
     ("The mayor was a careful", [" man", " wall", " March"], 0),
     ("Nobody knew why the", [" snow began", " north wall had been whitened", " day"], 1),
-    ("\n", ["after an hour", "they left, one by one", "who had paid for it"], 2),
+    ("Then,\n", ["after an hour", "they left, one by one", "who had paid for it"], 2),
     ("It is " + "very " * 40 + "cold", [" today", "er than ever", "."], 1),
     ("No one came", [" back", " again ", ""], 0),
 ]
