@@ -60,7 +60,8 @@ def test_the_refusals_on_the_page_are_those_of_today():
         install_te()
     for backend, feature in REFUSED:
         if backend in grid.available():
-            assert grid.measure(backend, next(iter(GEOMETRIES)), feature) in texts
+            refusal = grid.measure(backend, next(iter(GEOMETRIES)), feature)
+            assert refusal in texts, f"run python -m tools.attention_table; new: {refusal}"
 
 
 def _results():
