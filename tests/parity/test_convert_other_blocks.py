@@ -1,7 +1,7 @@
 """Gemma 1 to 3, OLMo 2, Phi and GPT-NeoX, in and out: logits as transformers', tensors and configs unchanged."""
 
-import json
 import math
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -10,14 +10,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from megatron.convert.exporting import export_hf
 from megatron.convert.families import FAMILIES
 from megatron.convert.families.gemma import query_pre_attn_scalar
+from megatron.convert.importing import import_hf
 from megatron.convert.rules import write_out
 from megatron.errors import ConversionError
 from tests.golden import cases
 from tests.helpers import convert_models
 from tests.helpers.configs import tiny_args
-from tests.helpers.convert_models import VOCAB, check_family, hf_config, hf_model
+from tests.helpers.convert_models import VOCAB, check_family, hf_config, hf_model, text, their_logits
 from tests.helpers.tolerances import FORWARD, assert_close
 
 WIDE = dict(hidden_size=80, num_attention_heads=6, head_dim=24)
@@ -146,7 +148,11 @@ def test_attention_scales_are_carried_exactly():
 
 
 V4 = {
-    "gemma": (dict(hidden_act="gelu", hidden_activation=None, rope_theta=500.0), dict(rope_parameters=None), 500.0),
+    "gemma": (
+        dict(hidden_act="gelu", hidden_activation=None, rope_theta=500.0),
+        dict(rope_parameters={"rope_theta": 500.0}),
+        500.0,
+    ),
     "gemma2": (
         dict(rope_theta=500.0, hidden_act="gelu_pytorch_tanh", cache_implementation="hybrid"),
         dict(rope_parameters={"rope_theta": 500.0, "rope_type": "default"}),
@@ -186,16 +192,12 @@ V4 = {
 @pytest.mark.parametrize("model_type", V4)
 def test_configs_of_transformers_4_and_5(model_type):
     older, newer, base = V4[model_type]
-    family, kept = FAMILIES[model_type], {} if model_type == "gemma" else newer
-    plain = {
-        key: x for key, x in _config(model_type).to_dict().items() if key not in ("rope_parameters", "layer_types")
-    }
-    settings = family.settings(CONFIG_MAPPING[model_type].from_dict({**plain, **older}))
-    assert settings["rotary_emb_base"] == base
-    if kept:
-        assert settings == family.settings(CONFIG_MAPPING[model_type].from_dict({**plain, **kept}))
-    else:
-        assert settings["activation"] == "geglu_tanh"
+    left = ("rope_parameters", "layer_types")
+    plain = {key: value for key, value in _config(model_type).to_dict().items() if key not in left}
+    settings = [
+        FAMILIES[model_type].settings(CONFIG_MAPPING[model_type].from_dict({**plain, **x})) for x in (older, newer)
+    ]
+    assert settings[0] == settings[1] and settings[0]["rotary_emb_base"] == base
 
 
 def test_a_bias_of_phis_output_layer_is_zero_or_refused():
@@ -209,29 +211,46 @@ def test_a_bias_of_phis_output_layer_is_zero_or_refused():
         convert_models.as_ours(family, args, theirs)
 
 
-def _golden_weights(case):
-    """As GPT-NeoX wrote them, by the names of GPT2ModelSequential."""
-    indices = (cases.EMBEDDING, 2, 3, cases.NORM, cases.HEAD)
-    layers = {index: cases.layer_state(case, 1, 0, index) for index in indices}
-    return {f"sequential.{index}.{name}": x for index, layer in layers.items() for name, x in layer.items()}
+@pytest.mark.parametrize("tp", (1, 2))
+def test_gpt_neox_own_checkpoint_is_the_same_model_in_transformers(tp, tmp_path):
+    """Its files, exported and loaded by transformers: the logits that GPT-NeoX computed.
 
-
-def test_gpt_neox_own_checkpoint_is_the_same_model_in_transformers(tmp_path):
-    """Written to files and loaded by transformers alone: the logits that GPT-NeoX computed."""
+    At two ranks the copies of dense and linear2 biases differ, and it is their sum that acts.
+    """
     case = "case1_pythia_mha"
-    family, args, rows = FAMILIES["gpt_neox"], cases.arguments(case), cases.vocabulary(case)
-    assert family.refusals(args) == []
-    weights, tensors = _golden_weights(case), {}
-    for line in write_out(family.rules(args), args, rows):
-        parts = line.operation.split(weights.pop(f"sequential.{line.index}.{line.ours}"), line.widths)
-        tensors.update(zip(line.theirs, (part.contiguous() for part in parts), strict=True))
-    assert not weights
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text(json.dumps(family.config(args, rows)))
-    hf, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True, dtype=torch.float32)
-    assert not any(report.values()), report
-
+    cases.write_checkpoint(case, tp, tmp_path)
+    config = str(cases.DATA / case / "config.yml")
+    out = export_hf(str(tmp_path), str(tmp_path / "hf"), config_files=[config], vocab_size=512, progress=False)
+    hf, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True, dtype=torch.float32)
+    assert type(hf).__name__ == "GPTNeoXForCausalLM" and not any(report.values()), report
     tokens, _ = cases.tokens_and_labels(case)
-    with torch.no_grad():
-        logits = hf(input_ids=tokens).logits
-    assert_close(logits[:, ::4], cases.expected(case, 1)[0], FORWARD, "logits")
+    assert_close(their_logits(hf, tokens)[:, ::4], cases.expected(case, tp)[0], FORWARD, "logits")
+
+
+BUFFERS = {
+    "gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 32, 32, dtype=torch.bool),
+    "gpt_neox.layers.0.attention.masked_bias": torch.tensor(-1e9),
+    "gpt_neox.layers.1.attention.rotary_emb.inv_freq": torch.ones(2),
+}
+"""In files of older versions of transformers."""
+
+
+@pytest.mark.parametrize(
+    "case", ("neox-pythia", "phi-norms-mha", "phi-wide-mqa-tied", "gemma3-wide-mqa", "olmo2-absent")
+)
+def test_through_folders_on_two_ranks(case, tmp_path):
+    """Files in, layer files of two ranks, files out: bit-equal, of the same class, loaded without complaint."""
+    model_type, changes = CASES[case]
+    hf = _without_head_bias(_config(model_type, **changes), model_type.startswith("gemma"))
+    hf.save_pretrained(tmp_path / "hf")
+    saved = load_file(tmp_path / "hf" / "model.safetensors")
+    if model_type == "gpt_neox":
+        save_file({**saved, **BUFFERS}, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    layout = dict(model_parallel_size=2, pipe_parallel_size=1, progress=False)
+    checkpoint = import_hf(str(tmp_path / "hf"), str(tmp_path / "neox"), **layout)
+    out = export_hf(checkpoint, str(tmp_path / "back"), progress=False)
+    back = load_file(os.path.join(out, "model.safetensors"))
+    assert back.keys() == saved.keys() and all(torch.equal(back[name], saved[name]) for name in saved)
+    again, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True, dtype=torch.float32)
+    assert type(again) is type(hf) and not any(report.values()), report
+    assert_close(their_logits(again, text()), their_logits(hf, text()), FORWARD, "logits")
