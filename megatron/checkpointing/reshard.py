@@ -11,7 +11,7 @@ from megatron.checkpointing import folders
 from megatron.checkpointing.config_texts import with_settings
 from megatron.checkpointing.reader import LayerState, layer_file
 from megatron.checkpointing.stamp import write_stamp
-from megatron.checkpointing.streamed_file import StreamedFile, sync_files
+from megatron.checkpointing.streamed_file import StreamedFile, save_file, sync_files
 from megatron.errors import CheckpointError
 
 LAYOUT_FILE = "layout.yml"
@@ -77,7 +77,7 @@ def write_resharded(
             write(weights, unfinished, bar)
         if pipe_parallel_size:
             for mp_rank in range(stages * weights.model_parallel_size):
-                _save(_rank_state(weights, mp_rank, stages, None), _rank_path(unfinished, mp_rank))
+                save_file(_rank_state(weights, mp_rank, stages, None), _rank_path(unfinished, mp_rank))
         sync_files(unfinished)
         write_stamp(neox_args, unfinished)
         _write_configs(unfinished, configs, weights.model_parallel_size, pipe_parallel_size)
@@ -114,9 +114,13 @@ def _write_layers(weights: Weights, folder: str, bar: tqdm) -> None:
     for index in weights.layer_indices():
         weights.verify_layer(index)  # just before it is read for use, so that the disk is read once
         for rank in range(weights.model_parallel_size):
-            state = weights.layer_state(index, rank)
-            _save(state, os.path.join(folder, layer_file(index, rank)))
-            bar.update(sum(tensor.nbytes for tensor in state.values()))
+            bar.update(_write_layer(weights.layer_state(index, rank), os.path.join(folder, layer_file(index, rank))))
+
+
+def _write_layer(state: LayerState, path: str) -> int:
+    """Returns the bytes. The layer is not kept: the next one is read without this one in memory."""
+    save_file(state, path)
+    return sum(tensor.nbytes for tensor in state.values())
 
 
 def _write_sequential(weights: Weights, folder: str, bar: tqdm) -> None:
@@ -133,11 +137,6 @@ def _write_sequential(weights: Weights, folder: str, bar: tqdm) -> None:
                     bar.update(tensor.nbytes)
         for rank in ranks:
             files[rank].finish(_rank_state(weights, rank, 1, modules[rank]))
-
-
-def _save(contents: Mapping[str, Any], path: str) -> None:
-    with StreamedFile(path) as file:
-        file.finish(dict(contents))
 
 
 def _rank_path(folder: str, mp_rank: int) -> str:

@@ -9,7 +9,7 @@ import pickle
 import sys
 from collections import OrderedDict
 from io import BytesIO
-from typing import Any, NamedTuple, Tuple
+from typing import Any, Mapping, NamedTuple, Tuple
 
 import torch
 
@@ -68,6 +68,12 @@ class StreamedFile:
             self._writer.write_record("byteorder", sys.byteorder, len(sys.byteorder))
             self._writer.write_end_of_file()
             self._file.flush()
+
+
+def save_file(contents: Mapping[str, Any], path: str) -> None:
+    """A whole file in one call. A tensor that is a part of a larger one is written without the rest of it."""
+    with StreamedFile(path) as file:
+        file.finish(dict(contents))
 
 
 def sync_files(folder: str) -> None:

@@ -15,6 +15,7 @@ from megatron.convert.exported_tokenizer import Vocabulary, known_vocabulary, sa
 from megatron.convert.families import Family
 from megatron.convert.hf_writer import MAX_SHARD_BYTES, HFWriter, write_json
 from megatron.convert.neox_source import NeoXSource
+from megatron.convert.older_config import older_keys
 from megatron.convert.outputs import check_new, new_folder
 from megatron.convert.precision import DTYPE_NAME, converted, dtype_of, dtype_problems, main_dtype
 from megatron.convert.rules import Line, write_out
@@ -77,6 +78,7 @@ def plan_export(
     dtypes = {line: wanted or dtype for line, dtype in source.dtypes.items()}
     config = family.config(neox_args, vocabulary.size)
     config.update(vocabulary.special_tokens(pad_token_id), dtype=_config_dtype(dtypes))
+    config.update(older_keys(config))
     return Plan(family, config, lines, source, dtypes, files, settings, vocabulary, list(vocabulary.notes))
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from functools import cached_property
-from typing import Any, Dict, List, NamedTuple, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -89,10 +89,22 @@ class HFSource:
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor. Raises ConversionError if it cannot be read."""
-        if name in self._tensors:
-            return self._tensors[name]
+        return self.read_all([name])[0]
+
+    def read_all(self, names: Sequence[str]) -> List[torch.Tensor]:
+        """Several tensors, one after the other in one piece of memory if their dtype is the same."""
+        dtypes = {self.dtype(name) for name in names}
+        if len(dtypes) != 1 or any(name in self._tensors for name in names):
+            return [self._tensors[name] if name in self._tensors else self._read(name) for name in names]
+        shapes = [self.shape(name) for name in names]
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        parts = torch.empty(sum(sizes), dtype=dtypes.pop()).split(sizes)
+        parts = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        return [self._read(name, part) for name, part in zip(names, parts, strict=True)]
+
+    def _read(self, name: str, tensor: Optional[torch.Tensor] = None) -> torch.Tensor:
         entry = self._entries[name]
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        tensor = torch.empty(entry.shape, dtype=entry.dtype) if tensor is None else tensor
         if tensor.numel() == 0:
             return tensor
         view = memoryview(tensor.view(-1).view(torch.uint8).numpy())

@@ -146,7 +146,7 @@ class _HFWeights:
         return {"args": {key: getattr(self._neox_args, key) for key in ARGS_KEYS}}
 
     def _merged(self, line: Line) -> torch.Tensor:
-        whole = line.operation.merge([self._source.read(name) for name in line.theirs], line.widths)
+        whole = line.operation.merge(self._source.read_all(line.theirs), line.widths)
         dtype = self._dtype if line.theirs else self.main_dtype
         return converted(whole, dtype, line.ours)
 

@@ -31,7 +31,7 @@ class FuseQKV(Operation):
     """q [n·d, ...], k and v [m·d, ...] <-> query_key_value [(n + 2m)·d, ...] in the layout of the geometry."""
 
     def merge(self, tensors: Sequence[torch.Tensor], widths: LayerWidths) -> torch.Tensor:
-        stacked = torch.cat(list(tensors))
+        stacked = stack_rows(tensors)
         order = _rows_of_fused(widths.geometry)
         return stacked if _is_sorted(order) else stacked.index_select(0, order.to(stacked.device))
 
@@ -46,7 +46,7 @@ class Stack(Operation):
     """Tensors of equal height stacked by rows, e.g. (up, gate) <-> linear1 [up; gate]."""
 
     def merge(self, tensors: Sequence[torch.Tensor], widths: LayerWidths) -> torch.Tensor:
-        return torch.cat(list(tensors))
+        return stack_rows(tensors)
 
     def split(self, whole: torch.Tensor, widths: LayerWidths) -> List[torch.Tensor]:
         return list(whole.chunk(2))
@@ -71,6 +71,20 @@ class PadVocabulary(Operation):
 
 
 COPY, QKV, STACK, VOCABULARY = Operation(), FuseQKV(), Stack(), PadVocabulary()
+
+
+def stack_rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """torch.cat, without a copy where the tensors lie one after the other in memory already."""
+    first = tensors[0]
+    end = first.storage_offset()
+    for tensor in tensors:
+        same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and not tensor.is_meta
+        fits = tensor.dtype == first.dtype and tensor.shape[1:] == first.shape[1:] and tensor.is_contiguous()
+        if not (same and fits and tensor.storage_offset() == end):
+            return torch.cat(list(tensors))
+        end += tensor.numel()
+    rows = sum(tensor.shape[0] for tensor in tensors)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
 @lru_cache(maxsize=8)

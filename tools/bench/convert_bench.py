@@ -11,6 +11,7 @@ takes back when it needs them. DIR needs room for three copies.
 import argparse
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -48,6 +49,7 @@ class Step(NamedTuple):
 
     name: str
     seconds: float
+    cpu_seconds: float
     anonymous: int
     resident: int
 
@@ -126,6 +128,7 @@ def measured(name: str, command: List[str]) -> Step:
     start = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=_ROOT)
     anonymous = resident = 0
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     while process.poll() is None:
         status = _memory(process.pid)
         anonymous, resident = max(anonymous, status.get("RssAnon", 0)), max(resident, status.get("VmHWM", 0))
@@ -133,7 +136,9 @@ def measured(name: str, command: List[str]) -> Step:
     seconds = time.monotonic() - start
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
-    return Step(name, seconds, anonymous, resident)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Step(name, seconds, cpu, anonymous, resident)
 
 
 def _memory(pid: int) -> Dict[str, int]:
@@ -158,13 +163,13 @@ def show(options: argparse.Namespace, steps: List[Step], size: int, largest: int
     title = (
         f"{options.model}: {size / 1e9:.2f} GB, largest tensor {largest / 1e6:.0f} MB; tp {options.tp} pp {options.pp}"
     )
-    table = Table("step", "seconds", "GB/s", "x cp", "anonymous peak, MiB", "peak RSS, MiB", title=title)
+    table = Table("step", "seconds", "CPU s", "GB/s", "x cp", "anonymous peak, MiB", "peak RSS, MiB", title=title)
     copies = [step.seconds for step in steps if step.name.startswith("cp")]
     usual = sum(copies) / len(copies)
     for step in steps:
         mebibytes = (f"{amount / 2**20:.0f}" for amount in (step.anonymous, step.resident))
         rate, ratio = f"{size / step.seconds / 1e9:.2f}", f"{step.seconds / usual:.2f}"
-        table.add_row(step.name, f"{step.seconds:.1f}", rate, ratio, *mebibytes)
+        table.add_row(step.name, f"{step.seconds:.1f}", f"{step.cpu_seconds:.1f}", rate, ratio, *mebibytes)
     Console().print(table)
     print(json.dumps({"bytes": size, "largest": largest, "steps": [step._asdict() for step in steps]}))
 

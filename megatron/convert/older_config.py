@@ -1,0 +1,32 @@
+"""Keys that transformers 4, and programs that read config.json as it does, look for; transformers 5 passes over them.
+
+Without them a model would run there with its class's default frequencies, and no one would be told.
+"""
+
+from typing import Any, Dict, Mapping
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+def older_keys(config: Mapping[str, Any]) -> Dict[str, Any]:
+    """What to add to a config in transformers 5's spelling: dtype and rotary numbers under their former names."""
+    keys: Dict[str, Any] = {"torch_dtype": config["dtype"]} if "dtype" in config else {}
+    rotary = config.get("rope_parameters")
+    if not rotary:
+        return keys
+    if _FULL in rotary or _SLIDING in rotary:
+        whole = rotary.get(_FULL) or rotary[_SLIDING]
+        keys["rope_local_base_freq"] = (rotary.get(_SLIDING) or whole)["rope_theta"]
+        return {**keys, **_flat(whole)}
+    if config["model_type"] == "gpt_neox":
+        named = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+        return {**keys, **{named.get(key, key): value for key, value in _flat(rotary).items()}}
+    return {**keys, **_flat(rotary)}
+
+
+def _flat(rotary: Mapping[str, Any]) -> Dict[str, Any]:
+    apart = ("rope_theta", "partial_rotary_factor")
+    keys: Dict[str, Any] = {key: rotary[key] for key in apart if key in rotary}
+    if rotary.get("rope_type", "default") != "default":
+        keys["rope_scaling"] = {key: value for key, value in rotary.items() if key not in apart}
+    return keys
