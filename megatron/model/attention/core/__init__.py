@@ -3,14 +3,15 @@
 To add a kernel, write a module with these two functions and name it in KERNELS and AUTO_ORDER.
 
 Time relative to flash on the CPU, by which AUTO_ORDER goes (forward and backward, 8 heads and 4 kv heads, 1 thread,
-medians of interleaved runs; head_dim 24, 64, 128; chunked passes on to flash and global what they do faster):
+medians of interleaved runs; fp32 at head_dim 24, 64, 128 and bf16 at 24, 64; chunked passes on to flash and global
+what they do faster):
 
-    tokens              fp32 global     fp32 chunked    bf16 global     bf16 chunked
-    128                 1.5  1.0  0.9   1.0  1.0  1.0   0.3  0.4  0.4   0.4  0.4  0.5
-    512                 2.7  1.7  1.2   1.1  1.0  0.8   0.8  0.6  0.6   1.0  1.0  0.9
-    2048                5.4  3.5  2.6   1.0  1.0  1.0   3.0  1.6  1.4   1.0  1.0  1.1
-    2048, window 256    2.7  1.8  1.5   0.4  0.3  0.3   1.6  0.9  0.9   0.5  0.4  0.4
-    1 after 511 cached  0.5  0.6  0.5   0.6  0.5  0.5   0.5  0.4  0.5   0.5  0.4  0.5
+    tokens              fp32 global     fp32 chunked    bf16 global   bf16 chunked
+    128                 1.5  1.0  0.9   1.0  1.0  1.0   0.3  0.4      0.4  0.4
+    512                 2.7  1.7  1.2   1.1  1.0  0.8   0.8  0.6      1.0  1.0
+    2048                5.4  3.5  2.6   1.0  1.0  1.0   3.0  1.6      1.0  1.0
+    2048, window 256    2.7  1.8  1.5   0.4  0.3  0.3   1.6  0.9      0.5  0.4
+    1 after 511 cached  0.5  0.6  0.5   0.6  0.5  0.5   0.5  0.4      0.5  0.4
 
 Not measured on CUDA: flash first there, because it is one fused kernel; chunked and global are many.
 """
