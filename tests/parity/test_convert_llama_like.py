@@ -55,7 +55,7 @@ YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=8)
 
 CASES = {
     "llama-absent": ("llama", dict(rope_parameters=None)),
-    "llama-equal": ("llama", dict(head_dim=16, **_rope("linear", factor=3.0))),
+    "llama-equal": ("llama", dict(head_dim=16, attention_dropout=0.125, **_rope("linear", factor=3.0))),
     "llama-wide-tied-llama3": ("llama", dict(WIDE, **LLAMA3, tie_word_embeddings=True)),
     "llama-narrow-biased-mha": ("llama", dict(NARROW, **BIASED, num_key_value_heads=4)),
     "llama-mqa-yarn": ("llama", dict(MQA, **YARN, attention_bias=True)),
@@ -264,6 +264,9 @@ def test_rotary_numbers_that_differ_by_layer_type_are_refused():
 
 
 def test_an_explicit_default_scale_is_no_obstacle():
+    granite = FAMILIES["granite"]
+    assert granite.settings(hf_config("granite", attention_multiplier=0.25))["softmax_scale"] is None
+    assert granite.settings(hf_config("granite", attention_multiplier=0.26))["softmax_scale"] == 0.26
     common = dict(norm="rmsnorm", activation="swiglu", use_bias_in_attn_linear=False, use_bias_in_mlp=False)
     assert choose_family(tiny_args(**common, head_dim=24, softmax_scale=24**-0.5)).model_type == "llama"
     assert choose_family(tiny_args(**common, head_dim=24, softmax_scale=16**-0.5)).model_type == "granite"
@@ -327,6 +330,12 @@ def test_dynamic_scaling_starts_from_their_length():
     settings = FAMILIES["llama"].settings(hf_config("llama", max_position_embeddings=8, **_rope("dynamic", **numbers)))
     assert settings["rope_scaling"]["original_max_position_embeddings"] == 8
     assert settings["max_position_embeddings"] == settings["seq_length"] == 32
+
+
+def test_a_list_of_rotated_layers_may_be_too_long():
+    """Theirs reads as many flags as it has layers."""
+    settings = FAMILIES["smollm3"].settings(hf_config("smollm3", no_rope_layers=[0, 1, 0, 0]))
+    assert settings["no_rope_layers"] == [0, 1]
 
 
 REFUSED_CONFIGS = {
