@@ -7,7 +7,7 @@ import pytest
 
 from megatron.convert.exporting import export_hf
 from megatron.convert.importing import import_hf
-from tests.e2e.programs import ROOT, deepy, run, write_config
+from tests.e2e.programs import deepy, write_config
 from tests.helpers.evaluation import TEXT, hf_tokenizer, hf_twin, save_hf_twin, write_tasks
 from tests.helpers.tolerances import LOSS
 from tests.unit.test_perplexity import expected_nats
@@ -43,12 +43,6 @@ def test_perplexity_of_a_text(place, hf):
     found = json.loads(path.read_text())["perplexity"]
     tokens = hf_tokenizer()(TEXT)["input_ids"]
     assert found["loss"] == pytest.approx(expected_nats(hf, tokens, found["context_length"]) / len(tokens), abs=LOSS)
-
-
-def test_a_request_for_nothing_is_an_error(place):
-    finished = run(place, ROOT / "deepy.py", ROOT / "eval.py", "neox/model.yml", "eval.yml")
-    assert finished.returncode == 1 and "Traceback" not in finished.stderr
-    assert "error: eval_tasks is not set; name tasks with --eval_tasks" in finished.stderr
 
 
 @pytest.mark.skipif(
