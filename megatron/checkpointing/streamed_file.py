@@ -4,12 +4,13 @@ torch.save pickles first and needs every tensor for it. In the file, a zip archi
 tensors come first and the pickle, which says what they are, last. torch.load reads it as any other, mapped or not.
 """
 
+import contextlib
 import os
 import pickle
 import sys
 from collections import OrderedDict
 from io import BytesIO
-from typing import Any, Mapping, NamedTuple, Tuple
+from typing import Any, Mapping, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -38,15 +39,18 @@ class StreamedFile:
     def __init__(self, path: str):
         self._path = path
         self._count = 0
-        with _disk_errors(path):
-            self._file = open(path, "wb")
-        self._writer = torch._C.PyTorchFileWriter(self._file)
+        self._out = _Output(path)
+        self._writer = torch._C.PyTorchFileWriter(self._out)
+        self._finished = False
 
     def __enter__(self) -> "StreamedFile":
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        self._file.close()
+        if not self._finished:
+            self._out.give_up()
+            self._writer.write_end_of_file()  # torch would do so when the object goes, and abort on any error
+        self._out.close()
 
     def add(self, tensor: torch.Tensor) -> SavedTensor:
         """Write a tensor (on the CPU)."""
@@ -54,8 +58,7 @@ class StreamedFile:
         whole = tensor.untyped_storage()
         own = whole if whole.nbytes() == tensor.nbytes else tensor.clone().untyped_storage()
         saved = SavedTensor(str(self._count), tuple(tensor.shape), tensor.dtype)
-        with _disk_errors(self._path):
-            self._writer.write_record(f"data/{saved.key}", own, own.nbytes())
+        self._record(f"data/{saved.key}", own, own.nbytes())
         self._count += 1
         return saved
 
@@ -63,11 +66,52 @@ class StreamedFile:
         """Write what the file holds. Tensors not added yet are added."""
         buffer = BytesIO()
         _Pickler(buffer, self).dump(contents)
+        self._record("data.pkl", buffer.getvalue(), len(buffer.getvalue()))
+        self._record("byteorder", sys.byteorder, len(sys.byteorder))
+        self._finished = True
+        self._writer.write_end_of_file()
+        self._out.check()
+
+    def _record(self, name: str, contents: Any, size: int) -> None:
+        self._writer.write_record(name, contents, size)
+        self._out.check()
+
+
+class _Output:
+    """The file as torch's writer sees it: no write fails there, because it may not; `check` raises instead."""
+
+    def __init__(self, path: str):
+        self._path = path
+        self._error: Optional[OSError] = None
+        self._given_up = False
+        with _disk_errors(path):
+            self._file = open(path, "wb")
+
+    def write(self, contents: Any) -> int:
+        """As a file's, until something goes wrong; then nothing is written any more."""
+        if self._error is None and not self._given_up:
+            try:
+                self._file.write(contents)
+            except OSError as error:
+                self._error = error
+        return len(contents)
+
+    def check(self) -> None:
+        """Raises CheckpointError if a write failed."""
         with _disk_errors(self._path):
-            self._writer.write_record("data.pkl", buffer.getvalue(), len(buffer.getvalue()))
-            self._writer.write_record("byteorder", sys.byteorder, len(sys.byteorder))
-            self._writer.write_end_of_file()
-            self._file.flush()
+            if self._error is None:
+                self._file.flush()
+            else:
+                raise self._error
+
+    def give_up(self) -> None:
+        """Write nothing more."""
+        self._given_up = True
+
+    def close(self) -> None:
+        """Closing writes what is buffered, which on a full disk fails once more."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 def save_file(contents: Mapping[str, Any], path: str) -> None:
@@ -123,6 +167,5 @@ class _disk_errors:
         pass
 
     def __exit__(self, kind, error, traceback) -> None:
-        if isinstance(error, (OSError, RuntimeError)):
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise CheckpointError(f"cannot write {self._path} ({reason}); is the disk full?") from error
+        if isinstance(error, OSError):
+            raise CheckpointError(f"cannot write {self._path} ({error}); is the disk full?") from error
