@@ -19,6 +19,8 @@ def num_parameters(neox_args) -> int:
     total = layers + embedding + _norm_parameters(neox_args, hidden)
     if neox_args.no_weight_tying:
         total += embedding
+    if neox_args.use_bias_in_output_layer:
+        total += neox_args.padded_vocab_size
     if neox_args.pos_emb == "learned":
         total += neox_args.max_position_embeddings * hidden
     if neox_args.pos_emb == "rpe":  # one bias, shared by all layers

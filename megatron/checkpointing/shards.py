@@ -13,8 +13,8 @@ from megatron.errors import CheckpointError
 from megatron.model.attention.self_attention import qkv_row_groups
 from megatron.model.gpt2_model import FIRST_TRANSFORMER_LAYER
 
-VOCABULARY = re.compile(r"word_embeddings\.weight|final_linear\.weight")
-"""[padded vocabulary, h]: rows whose number depends on the number of ranks."""
+VOCABULARY = re.compile(r"word_embeddings\.weight|final_linear\.(weight|bias)")
+"""[padded vocabulary, h], and the bias [padded vocabulary]: rows whose number depends on the number of ranks."""
 
 _QKV = re.compile(r"attention\.query_key_value\.(weight|bias)")
 _TE_QKV = re.compile(r"attention\.qkv\.(weight|bias)")

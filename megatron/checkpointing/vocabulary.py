@@ -42,8 +42,13 @@ def unpadded_rows(table: torch.Tensor) -> int:
     return rows
 
 
+def _padded(table: torch.Tensor, rows: int) -> torch.Tensor:
+    missing = rows - table.shape[0]
+    return torch.cat([table, table[-1:].expand(missing, *table.shape[1:])]) if missing else table
+
+
 def resize_vocabulary(table: torch.Tensor, rows: int, vocab_size: Optional[int], where: str) -> torch.Tensor:
-    """A vocabulary table [padded, h] with another padding: [rows, h].
+    """A vocabulary table [padded, h] with another padding: [rows, h]; or a bias, [padded] and [rows].
 
     New rows repeat the last one: then no padding token can have a higher logit than every token had before, as rows
     of zeros could. Rows are cut only if they are known to be padding: beyond vocab_size, or such repetitions.
@@ -51,7 +56,7 @@ def resize_vocabulary(table: torch.Tensor, rows: int, vocab_size: Optional[int],
     Raises CheckpointError if rows would be lost that may be tokens.
     """
     if rows >= table.shape[0]:
-        return torch.cat([table, table[-1:].expand(rows - table.shape[0], -1)]) if rows > table.shape[0] else table
+        return _padded(table, rows)
     used = min(vocab_size or table.shape[0], unpadded_rows(table))
     if used > rows:
         known = f"the vocabulary has {used} tokens" if vocab_size else "the tokenizer is not known here"

@@ -171,7 +171,7 @@ class ParallelLinearPipe(nn.Module):
             neox_args,
             neox_args.hidden_size,
             neox_args.padded_vocab_size,
-            bias=False,
+            bias=neox_args.use_bias_in_output_layer,
             init_method=init_method or get_init_methods(neox_args)[0],
             gather_output=not parallel_output,
             sequence_parallel=neox_args.sequence_parallel,

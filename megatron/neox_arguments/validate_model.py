@@ -199,6 +199,11 @@ def _blocks(settings: Any) -> Iterator[str]:
             "add_qkv_bias=True: use_bias_in_attn_linear=True gives QKV and output projection a bias already; set it to "
             "false for a bias in QKV only, or remove add_qkv_bias"
         )
+    if settings.use_bias_in_output_layer and not settings.no_weight_tying:
+        yield (
+            "use_bias_in_output_layer=True needs no_weight_tying=True: an output layer that is the embedding has no "
+            "parameters of its own"
+        )
     if settings.fp16_lm_cross_entropy and settings.precision != "fp16":
         yield f"fp16_lm_cross_entropy=True needs precision=fp16, not {settings.precision}"
 

@@ -51,6 +51,7 @@ CASES = {
         GQA_TP4,
         norm_placement="sandwich",
         pos_emb="learned",
+        use_bias_in_output_layer=True,
         embedding_multiplier=3.0,
         final_logit_softcap=0.7,
         sequence_parallel=True,

@@ -19,7 +19,9 @@ VARIANTS = {
     "mha gpt_j": dict(**QUOTIENT, gpt_j_residual=True, pos_emb="learned"),
     "gqa gated rms": dict(**GQA_TP4, **SWIGLU, **RMS, use_bias_in_attn_linear=False),
     "gqa qk rms tied": dict(**GQA_TP4, **RMS, use_qk_layernorm=True, no_weight_tying=False),
-    "gqa per_head": dict(**GQA_TP4, **RMS, qk_norm_type="per_head", zero_centered_gamma=True),
+    "gqa per_head": dict(
+        **GQA_TP4, **RMS, qk_norm_type="per_head", zero_centered_gamma=True, use_bias_in_output_layer=True
+    ),
     "gqa full_width": dict(**GQA_TP4, qk_norm_type="full_width", use_bias_in_attn_linear=False, add_qkv_bias=True),
     "mha gated qk layernorm": dict(**MHA_TP4, **SWIGLU, use_qk_layernorm=True),
     "gqa rpe": dict(**GQA_TP4, pos_emb="rpe"),

@@ -34,7 +34,8 @@ def test_null_is_not_a_setting(name):
 
 
 def test_every_problem_is_reported_once():
-    problems = refused_settings({"use_mup": True, "moe_num_experts": 8, "data_impl": "cached", "amp": {"enabled": True}})
+    asked = {"use_mup": True, "moe_num_experts": 8, "data_impl": "cached", "amp": {"enabled": True}}
+    problems = refused_settings(asked)
     assert [problem.split("=")[0] for problem in problems] == ["use_mup", "moe_num_experts", "amp", "data_impl"]
 
 

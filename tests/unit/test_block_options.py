@@ -39,7 +39,9 @@ OPTIONS = {
         layer_types=["sliding_attention", "full_attention"],
     ),
     "olmo 2": dict(norm="rmsnorm", norm_placement="post", qk_norm_type="full_width", final_logit_softcap=0.9),
-    "sandwich layernorm": dict(norm_placement="sandwich", pos_emb="learned", embedding_multiplier=0.3),
+    "sandwich layernorm": dict(
+        norm_placement="sandwich", pos_emb="learned", embedding_multiplier=0.3, use_bias_in_output_layer=True
+    ),
     "post scalenorm": dict(norm_placement="post", norm="scalenorm", qk_norm_type="per_head", add_qkv_bias=False),
     "post, no weights": dict(norm_placement="post", norm="non_parametric_layernorm", no_weight_tying=False),
 }
@@ -202,16 +204,18 @@ def test_positions_are_added_to_the_scaled_tokens():
 
 @pytest.mark.parametrize("tied", (False, True))
 def test_output_layer_is_capped_and_not_scaled(tied):
-    """logits = cap tanh(W x / cap) with the final norm's output x, W the embedding when tied."""
+    """logits = cap tanh((W x + b) / cap) with the final norm's output x, W the embedding and no b when tied."""
     cap = 0.8
-    args = tiny_args(**NARROW, no_weight_tying=not tied, embedding_multiplier=5.0, final_logit_softcap=cap)
+    head = dict(no_weight_tying=not tied, use_bias_in_output_layer=not tied)
+    args = tiny_args(**NARROW, **head, embedding_multiplier=5.0, final_logit_softcap=cap)
     model = build_model(args)
     disturb(model, args)
     seen = []
     model.sequential[-2].register_forward_hook(lambda module, inputs, output: seen.append(output.double()))
     logits = model(batch()[0])
     weight = model.sequential[0].word_embeddings.weight if tied else model.sequential[-1].final_linear.weight
-    raw = F.linear(seen[0], weight.double())
+    bias = None if tied else model.sequential[-1].final_linear.bias.double()
+    raw = F.linear(seen[0], weight.double(), bias)
     assert raw.abs().max() > 3 * cap, "the cap would change nothing"
     assert_close(logits, cap * (raw.exp() ** (2 / cap) - 1) / (raw.exp() ** (2 / cap) + 1), FORWARD)
     model.set_parallel_output(False)
@@ -237,6 +241,7 @@ def test_gradient_of_the_cap():
         (dict(norm_placement="post", gpt_j_residual=True), ("norm_placement=post", "gpt_j_residual")),
         (dict(norm_placement="post", te_layernorm_mlp=True), ("te_layernorm_mlp=True", "norm_placement=post")),
         (dict(norm_placement="after"), ("norm_placement", "after")),
+        (dict(use_bias_in_output_layer=True, no_weight_tying=False), ("use_bias_in_output_layer=True",)),
         (dict(final_logit_softcap=0.0), ("final_logit_softcap=0.0",)),
         (dict(embedding_multiplier=-1.0), ("embedding_multiplier=-1.0",)),
     ],

@@ -18,6 +18,7 @@ MODELS = {
     "gpt2": dict(pos_emb="learned", norm="layernorm", activation="gelu", no_weight_tying=False),
     "neox": dict(pos_emb="rotary", gpt_j_residual=True, no_weight_tying=True),
     "gptj": dict(pos_emb="rotary", gpt_j_residual=True, gpt_j_tied=True, no_weight_tying=True),
+    "phi": dict(gpt_j_residual=True, gpt_j_tied=True, no_weight_tying=True, use_bias_in_output_layer=True),
     "t5_bias": dict(pos_emb="rpe", norm="scalenorm", no_weight_tying=True, use_bias_in_mlp=False),
     "qk_norm": dict(**LLAMA, use_qk_layernorm=True, ffn_hidden_size=52),
     "qk_layernorm": dict(pos_emb="alibi", norm="layernorm", use_qk_layernorm=True, use_bias_in_attn_linear=False),

@@ -21,15 +21,15 @@ from megatron.errors import ConversionError
 
 
 class WithoutBias(PadVocabulary):
-    """(table [v, h], bias [v] of the output layer) <-> our table, as long as the bias is zero: ours has none."""
+    """(table [v, h], bias [v] of the output layer) <-> our table, where ours has no such bias: it must be zero."""
 
     def merge(self, tensors: Sequence[torch.Tensor], widths: LayerWidths) -> torch.Tensor:
         """Raises ConversionError for a bias that is not zero."""
         table, bias = tensors
         if not bias.is_meta and bias.any():
             raise ConversionError(
-                f"lm_head.bias is not zero (up to {bias.abs().max().item():.3g}): the output layer has no bias here, "
-                "so the logits would be other ones"
+                f"lm_head.bias is not zero (up to {bias.abs().max().item():.3g}): an output layer that is tied to the "
+                "embedding has no bias here; set tie_word_embeddings to false and give lm_head its own weight"
             )
         return super().merge([table], widths)
 
@@ -60,7 +60,9 @@ class Phi(Family):
     model_type = "phi"
     architecture = "PhiForCausalLM"
     fixed = dict(pos_emb="rotary", gpt_j_residual=True, gpt_j_tied=True)
-    expressed = frozenset([*ROTARY, *"layernorm_epsilon activation bias_gelu_fusion qk_norm_type".split()])
+    expressed = frozenset(
+        [*ROTARY, *"layernorm_epsilon activation bias_gelu_fusion qk_norm_type use_bias_in_output_layer".split()]
+    )
 
     def settings(self, config: Any) -> Dict[str, Any]:
         return {
@@ -71,6 +73,7 @@ class Phi(Family):
             "layernorm_epsilon": config.layer_norm_eps,
             "use_bias_in_attn_linear": True,
             "use_bias_in_mlp": True,
+            "use_bias_in_output_layer": not config.tie_word_embeddings,
             "hidden_dropout": config.resid_pdrop,
             "qk_norm_type": "per_head" if config.qk_layernorm else None,
         }
@@ -103,15 +106,15 @@ class Phi(Family):
 
 
 def _outer_rules(neox_args) -> List[Rule]:
-    table, head = "model.embed_tokens.weight", ("lm_head.weight", "lm_head.bias")
-    norms = [Rule(NORM, f"norm.{kind}", f"model.final_layernorm.{kind}", "h") for kind in ("weight", "bias")]
+    table, head, bias = "model.embed_tokens.weight", "lm_head.weight", "lm_head.bias"
+    rules = [Rule(NORM, f"norm.{kind}", f"model.final_layernorm.{kind}", "h") for kind in ("weight", "bias")]
     if not neox_args.no_weight_tying:
-        return [Rule(EMBEDDING, "word_embeddings.weight", (table, head[1]), ("v h", "v"), WITHOUT_BIAS), *norms]
-    return [
-        Rule(EMBEDDING, "word_embeddings.weight", table, "v h", VOCABULARY),
-        *norms,
-        Rule(HEAD, "final_linear.weight", head, ("v h", "v"), WITHOUT_BIAS),
-    ]
+        return [Rule(EMBEDDING, "word_embeddings.weight", (table, bias), ("v h", "v"), WITHOUT_BIAS), *rules]
+    rules.append(Rule(EMBEDDING, "word_embeddings.weight", table, "v h", VOCABULARY))
+    if not neox_args.use_bias_in_output_layer:
+        return [*rules, Rule(HEAD, "final_linear.weight", (head, bias), ("v h", "v"), WITHOUT_BIAS)]
+    rules.append(Rule(HEAD, "final_linear.weight", head, "v h", VOCABULARY))
+    return [*rules, Rule(HEAD, "final_linear.bias", bias, "v", VOCABULARY)]
 
 
 def _norm_rules(neox_args) -> List[Rule]:

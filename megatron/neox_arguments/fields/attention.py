@@ -60,3 +60,7 @@ class NeoXArgsAttention:
     add_qkv_bias: bool = False
     """Give the QKV projection a bias though `use_bias_in_attn_linear` is false, so that the output projection has none
     (Qwen2)."""
+
+    use_bias_in_output_layer: bool = False
+    """Give the output layer a bias, of one number for each token of the padded vocabulary (Phi 1 to 2). It starts at
+    0. Only with `no_weight_tying`."""
