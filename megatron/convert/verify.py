@@ -1,4 +1,4 @@
-"""A Hugging Face folder and a checkpoint here, run side by side in fp32: is it one model, and if not, where do they part?
+"""A Hugging Face folder and a checkpoint here, run in fp32: are they one model, and if not, where do they part?
 
 Both compute the same tokens; hidden states are compared layer by layer, then logits, the loss of a text, and the tokens
 that each generates greedily with its key/value cache. The models are in memory one after the other, not together.
@@ -190,9 +190,8 @@ def _continued(args: Any, model: nn.Module, prompt: torch.Tensor, steps: int, vo
         return torch.empty(len(prompt), 0, dtype=torch.int64), torch.empty(0, len(prompt), vocabulary)
     args.tokenizer = SimpleNamespace(vocab_size=vocabulary)  # the rest of the rows is padding
     args.return_logits = True
-    runner, never, state = InferenceRunner(args, model), -1, None
-    for state in stream_tokens(args, runner, prompt.tolist(), eos_token_id=never, maximum_tokens=steps):
-        pass
+    runner, never = InferenceRunner(args, model), -1
+    *_, state = stream_tokens(args, runner, prompt.tolist(), eos_token_id=never, maximum_tokens=steps)
     return state.tokens[:, prompt.shape[1] :][:, :steps].clone(), state.logits.float()
 
 

@@ -26,6 +26,7 @@ from tools.ckpts.convert_hf_to_neox import at_least  # noqa: E402
 from tools.ckpts.local_ranks import describe_process  # noqa: E402
 
 RANDOM_ROWS = 2
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
@@ -62,11 +63,9 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
     )
     parser.add_argument("--iteration", type=at_least(0), help="by default the one `latest` names")
     source = parser.add_mutually_exclusive_group()
+    source.add_argument("--text", metavar="FILE", help="compare on the beginning of this text, and print its loss")
     source.add_argument(
-        "--text", metavar="FILE", help="compare on the beginning of this text; its loss is printed, too"
-    )
-    source.add_argument(
-        "--random", action="store_true", help=f"compare on {RANDOM_ROWS} rows of random tokens (default)"
+        "--random", action="store_true", help=f"compare on {RANDOM_ROWS} rows of random tokens (the default)"
     )
     parser.add_argument("--tokens", type=at_least(1), metavar="N", help="tokens in a row (64, or the model's context)")
     parser.add_argument("--generate", type=at_least(0), default=16, metavar="K", help="tokens to generate (16)")
@@ -89,12 +88,14 @@ def _positive(text: str) -> float:
 
 
 def _tokenizer(folder: str) -> Any:
+    if not any(os.path.isfile(os.path.join(folder, name)) for name in TOKENIZERS):  # an empty one would be made
+        raise ConversionError(f"{folder}: has no tokenizer for --text ({', '.join(TOKENIZERS)}); use --random")
     try:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # of several libraries: no such file, unknown kind
-        raise ConversionError(f"{folder}: no tokenizer for --text ({error}); use --random") from None
+    except Exception as error:  # of several libraries: unknown kinds, damaged files
+        raise ConversionError(f"{folder}: its tokenizer cannot be loaded: {error}; use --random") from None
 
 
 def tokens_of(options: argparse.Namespace, tokenizer: Any, config: Any) -> torch.Tensor:
