@@ -386,3 +386,10 @@ def test_the_window_counts_the_query_itself():
     )
     assert torch.equal(logits.one, logits.other)
     assert not torch.allclose(logits.one, logits.seen, atol=1e-3)
+
+
+def test_a_ministral_without_windows_has_a_number_for_them():
+    """transformers makes the mask of every layer type, in use or not."""
+    family = FAMILIES["ministral"]
+    written = family.config(our_args(family, hf_config("ministral", **WIDE, layer_types=["full_attention"] * 2)), VOCAB)
+    assert type(written["sliding_window"]) is int and "sliding_attention" not in written["layer_types"]
