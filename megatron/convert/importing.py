@@ -18,6 +18,7 @@ from megatron.checkpointing.save import ARGS_KEYS
 from megatron.checkpointing.shards import Shards
 from megatron.convert import side_files
 from megatron.convert.families import FAMILIES, Family
+from megatron.convert.families.config_file import config_problems
 from megatron.convert.hf_source import HFSource
 from megatron.convert.hf_writer import write_text
 from megatron.convert.leftovers import check_source
@@ -86,14 +87,10 @@ def import_hf(
 
 def family_of(source: HFSource) -> Family:
     """By the config's model_type. Raises ConversionError for one that is not known here, or is of another kind."""
-    raw = source.raw_config
-    kind = raw.get("model_type")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "?")
-        raise ConversionError(f"quantization_config: the weights are quantized ({method}); dequantize them first")
-    if kind not in FAMILIES:
-        raise ConversionError(f"model_type={kind} is not known here; known: {', '.join(FAMILIES)}")
-    return FAMILIES[kind]
+    problems = config_problems(source.raw_config)
+    if problems:
+        raise ConversionError(f"{source.folder}:\n" + "\n".join(problems))
+    return FAMILIES[source.raw_config["model_type"]]
 
 
 class _HFWeights:
@@ -165,7 +162,8 @@ def _arguments(settings: Mapping[str, Any]) -> NeoXArgs:
 def _yaml_text(settings: Mapping[str, Any], source: str, out: str) -> str:
     """A config that generates and evaluates as it is, and trains once it is told on what."""
     run = {"train_micro_batch_size_per_gpu": 1, "load": os.path.abspath(out), "finetune": True}
-    tokenizer = "" if "vocab_file" in settings else "# vocab_file: the source had no tokenizer; name one here\n"
+    named = os.path.basename(settings["vocab_file"]) != side_files.FOLDER
+    tokenizer = "" if named else "# The source had no tokenizer: put its tokenizer.json into that folder.\n"
     return (
         f"# Imported from {os.path.basename(os.path.abspath(source))}. The rows of the embedding are given as\n"
         "# padded_vocab_size, because the model may have more of them than its tokenizer has tokens.\n"

@@ -43,7 +43,7 @@ def tokenizer_settings(source: str, kept_in: str) -> Dict[str, Any]:
     for name, kind in ((TOKENIZER_JSON, "HFTokenizer"), (TOKENIZER_MODEL, "SPMTokenizer")):
         if os.path.isfile(os.path.join(source, name)):
             return {"tokenizer_type": kind, "vocab_file": os.path.join(kept_in, name)}
-    return {"tokenizer_type": "HFTokenizer"}
+    return {"tokenizer_type": "HFTokenizer", "vocab_file": kept_in}  # a tokenizer.json can be put there
 
 
 def folder_of(checkpoint: str, settings: Mapping[str, Any], of_vocabulary: bool = False) -> Optional[str]:

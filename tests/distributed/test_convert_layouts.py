@@ -4,6 +4,7 @@ import os
 
 import numpy as np
 import torch
+import transformers
 
 from tests.helpers.convert_folders import GQA, assert_same_tensors, run_export, run_import
 from tests.helpers.convert_models import VOCAB, hf_config, hf_model, save_hf, text, their_logits
@@ -95,3 +96,32 @@ def test_logits_at_every_layout_are_transformers(tmp_path):
                 assert np.abs(logits).max() > 1
                 compared += 1
     assert compared == len(MODELS) * (4 + 2 + 4)
+
+
+def _train(rank, world_size, root, settings):
+    """Two steps from the import, then a save; the logits after them."""
+    from megatron.checkpointing import save_checkpoint
+    from megatron.neox_arguments import NeoXArgs
+    from tests.helpers.engines import build_engine, train
+
+    run = dict(distributed_backend="gloo", use_cpu_initialization=True, global_num_gpus=world_size, train_iters=10)
+    run.update(optimizer={"type": "adam", "params": {"lr": 1e-2}}, save=os.path.join(root, "trained"))
+    run.update(checkpoint_factor=10, lr_decay_style="constant", min_lr=0.0, **settings)
+    args = NeoXArgs.from_ymls([os.path.join(root, "ours", "model.yml")], run)
+    engine = build_engine(args)
+    train(args, engine, 2)
+    save_checkpoint(args, 2, engine)
+    return _forward(engine.module, text())
+
+
+def test_import_train_export(tmp_path):
+    """ZeRO stage 3 keeps each weight in pieces, and its file beside the optimizer's state."""
+    hf = hf_model(hf_config("qwen3", **GQA))
+    run_import(save_hf(hf, tmp_path / "hf"), tmp_path / "ours")
+    settings = dict(zero_optimization={"stage": 3})
+    first, second = run_distributed(2, _train, str(tmp_path), settings, tmp_path=tmp_path)
+    run_export(tmp_path / "trained", tmp_path / "back")
+    trained = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager")
+    logits = their_logits(trained, text()).numpy()
+    assert np.abs(first - logits).max() <= FORWARD[torch.float32] and (first == second).all()
+    assert np.abs(logits - their_logits(hf, text()).numpy()).max() > 0.1, "it was trained"

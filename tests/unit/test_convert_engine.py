@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -165,6 +166,7 @@ def test_without_a_tokenizer_or_a_size_every_row_is_kept_and_told(source, tmp_pa
     run_import(source, tmp_path / "ours")
     folder = tmp_path / "moved"
     os.rename(tmp_path / "ours" / "global_step0", folder)
+    shutil.rmtree(tmp_path / "ours")
     told = []
     run_export(folder, tmp_path / "back", say=told.append, architecture="mistral")
     assert "all 128 rows are kept" in told[0]
