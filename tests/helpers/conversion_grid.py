@@ -107,12 +107,9 @@ def measure_in(model_type: str, geometry: str, folder: Path) -> Cell:
 def _hf_model(model_type: str, geometry: str) -> nn.Module:
     config = hf_config_of(model_type, geometry)
     try:
-        hf = hf_model(config, zero_centered=model_type.startswith("gemma"))
+        return hf_model(config, zero_centered=model_type.startswith("gemma"))
     except TypeError as error:  # a class whose config leaves out what its model needs
         raise ConversionError(f"transformers cannot make a {model_type} without head_dim: {error}") from None
-    if getattr(hf.get_output_embeddings(), "bias", None) is not None:
-        hf.get_output_embeddings().bias.data.zero_()  # a Phi's, which no model of ours has
-    return hf
 
 
 def measure_out(model_type: str, geometry: str, folder: Path) -> Cell:
