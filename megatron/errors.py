@@ -4,15 +4,18 @@ from typing import Sequence, Union
 
 
 class NeoXError(Exception):
-    """Base of every error that is the user's to fix; entry points print it without a traceback."""
+    """Base of every error that is the user's to fix; entry points print it without a traceback.
+
+    `problems` holds every one found, not only the first.
+    """
+
+    def __init__(self, problems: Union[str, Sequence[str]] = ""):
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__(_numbered(self.problems))
 
 
 class ConfigError(NeoXError):
-    """One or more settings cannot work. `problems` holds every one found, not only the first."""
-
-    def __init__(self, problems: Union[str, Sequence[str]]):
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
-        super().__init__(_numbered(self.problems))
+    """One or more settings cannot work."""
 
 
 class DataError(NeoXError):

@@ -12,6 +12,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 import torch
 
 from megatron.checkpointing.safe_load import load_file
+from megatron.convert.families.config_file import read_config
 from megatron.errors import ConversionError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -62,12 +63,10 @@ class HFSource:
     @cached_property
     def config(self) -> Any:
         """The config object of transformers, with the defaults of its class. Raises ConversionError."""
-        from transformers import AutoConfig
-
         try:
-            return AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # validation errors of many classes
-            raise ConversionError(f"{self.folder}: transformers refuses its config.json: {error}") from None
+            return read_config(self.raw_config)
+        except ConversionError as error:
+            raise ConversionError(f"{self.folder}: {error}") from None
 
     def names(self) -> List[str]:
         """The tensors' names, sorted."""

@@ -154,7 +154,9 @@ class WithExtraState(torch.nn.Linear):
         raise AssertionError("weights alone are taken")
 
 
-@pytest.mark.parametrize("saved", [None, io.BytesIO(b"longer than now"), torch.zeros(9, dtype=torch.uint8)], ids=str)
+@pytest.mark.parametrize(
+    "saved", [None, io.BytesIO(b"longer than now"), torch.zeros(9, dtype=torch.uint8)], ids=("none", "file", "bytes")
+)
 def test_extra_state_is_no_weight(saved, tmp_path):
     """Loading weights neither compares nor needs it: FP8 on or off, before or now."""
     model = torch.nn.Module()

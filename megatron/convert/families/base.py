@@ -41,7 +41,7 @@ COMMON = frozenset(
 def refuse(problems: List[str]) -> None:
     """Raises ConversionError with all of them, if there are any."""
     if problems:
-        raise ConversionError("\n".join(problems))
+        raise ConversionError(problems)
 
 
 def common_settings(config: Any) -> Dict[str, Any]:
