@@ -46,6 +46,7 @@ def _config_object(given: Dict[str, Any]) -> Any:
     config.num_attention_heads = heads  # the class only checks what it is made with
     return config
 
+
 _CONVERTIBLE = ", ".join(name for name in FAMILIES if name != "mixtral")  # that one is only there to be refused by name
 
 

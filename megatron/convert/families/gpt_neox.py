@@ -7,6 +7,7 @@ from megatron.convert.families.rope import rope_config, rope_settings, rotary_pr
 from megatron.convert.operations import VOCABULARY
 from megatron.convert.rules import EMBEDDING, HEAD, LAYER, NORM, Rule
 from megatron.errors import ConversionError
+from megatron.geometry import HeadGeometry
 
 ROTARY = "rotary_emb_base rotary_pct rope_scaling".split()
 
@@ -91,7 +92,7 @@ class GPTNeoX(Family):
 
     def _import_problems(self, config: Any) -> List[str]:
         problems = []
-        quotient = config.hidden_size / config.num_attention_heads
+        quotient = HeadGeometry.from_config(config.hidden_size, config.num_attention_heads).head_dim
         for key, wanted in (
             ("head_dim", quotient),
             ("num_key_value_heads", config.num_attention_heads),

@@ -94,7 +94,7 @@ class Phi(Family):
         geometry = neox_args.head_geometry()
         if neox_args.qk_norm_type not in (None, "per_head"):
             problems.append(f"qk_norm_type={neox_args.qk_norm_type}: a {self.architecture} has per_head or none")
-        elif neox_args.qk_norm_type and geometry.head_dim != geometry.hidden_size // geometry.num_attention_heads:
+        elif neox_args.qk_norm_type and not geometry.matches_hidden:
             problems.append(
                 f"head_dim={geometry.head_dim} with qk_norm_type=per_head: the norms of transformers' "
                 f"{self.architecture} are hidden_size / num_attention_heads wide, whatever head_dim is"
