@@ -1,6 +1,7 @@
 """A checkpoint of ours, or GPT-NeoX's, becomes a Hugging Face model folder, tensor by tensor."""
 
 import os
+from itertools import groupby
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -10,6 +11,7 @@ from megatron.checkpointing.model_settings import checkpoint_folder, config_path
 from megatron.checkpointing.reader import CheckpointReader
 from megatron.checkpointing.stamp import check_stamp
 from megatron.convert import side_files
+from megatron.convert.ahead import Ahead
 from megatron.convert.choose import choose_family
 from megatron.convert.exported_tokenizer import Vocabulary, known_vocabulary, save_tokenizer
 from megatron.convert.families import Family
@@ -140,14 +142,14 @@ def write_export(
     total = sum(torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in tensors)
     bar = tqdm(total=total, unit="B", unit_scale=True, dynamic_ncols=True, desc="weights", disable=not progress)
     with new_folder(out) as unfinished, bar, HFWriter(unfinished, tensors, max_shard_bytes) as writer:
-        verified = None
-        for line in plan.lines:
-            if line.index != verified:
-                plan.source.verify(line.index)
-                verified = line.index
-            parts = line.operation.split(plan.source.read(line), line.widths)
-            for name, part in zip(line.theirs, parts, strict=True):
-                bar.update(writer.write(name, converted(part, plan.dtypes[line], name)))
+        layers = {index: list(lines) for index, lines in groupby(plan.lines, key=lambda line: line.index)}
+        verify = Ahead(plan.source.verify, list(layers))
+        for index, lines in layers.items():
+            verify(index)
+            for line in lines:
+                parts = line.operation.split(plan.source.read(line), line.widths)
+                for name, part in zip(line.theirs, parts, strict=True):
+                    bar.update(writer.write(name, converted(part, plan.dtypes[line], name)))
         write_json(os.path.join(unfinished, side_files.CONFIG), plan.config)
         write_json(os.path.join(unfinished, side_files.GENERATION_CONFIG), _generation_config(plan))
         if tokenizer:

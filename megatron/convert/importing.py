@@ -17,6 +17,7 @@ from megatron.checkpointing.reshard import write_resharded
 from megatron.checkpointing.save import ARGS_KEYS
 from megatron.checkpointing.shards import Shards
 from megatron.convert import side_files
+from megatron.convert.ahead import Ahead
 from megatron.convert.families import FAMILIES, Family
 from megatron.convert.families.config_file import config_problems
 from megatron.convert.hf_source import HFSource
@@ -111,6 +112,7 @@ class _HFWeights:
         self._lines: Dict[int, List[Line]] = {}
         for line in lines:
             self._lines.setdefault(line.index, []).append(line)
+        self._merge = Ahead(self._merged_layer, self.layer_indices())
         self._whole: LayerState = {}
         self._whole_index: Optional[int] = None
 
@@ -129,9 +131,8 @@ class _HFWeights:
     def layer_state(self, index: int, tp_rank: int) -> LayerState:
         """{name: tensor} of one layer on one rank."""
         if self._whole_index != index:
-            self._whole = {}  # one layer in memory, not two
-            self._whole = {line.ours: self._merged(line) for line in self._lines[index]}
-            self._whole_index = index
+            self._whole = {}  # this layer and the next in memory, not the last as well
+            self._whole, self._whole_index = self._merge(index), index
         ranks = self.model_parallel_size
         return {name: self._shards.piece(index, name, whole, tp_rank, ranks) for name, whole in self._whole.items()}
 
@@ -141,6 +142,9 @@ class _HFWeights:
     def records(self, mp_rank: int) -> Dict[str, Any]:
         """The settings that GPT-NeoX compares."""
         return {"args": {key: getattr(self._neox_args, key) for key in ARGS_KEYS}}
+
+    def _merged_layer(self, index: int) -> LayerState:
+        return {line.ours: self._merged(line) for line in self._lines[index]}
 
     def _merged(self, line: Line) -> torch.Tensor:
         whole = line.operation.merge(self._source.read_all(line.theirs), line.widths)
