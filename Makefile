@@ -2,6 +2,7 @@
 # when it is there already they start at once. `make test-flash-attn` has an environment of its own.
 
 PYTHON ?= python3
+TEST_PROCESSES ?= 2
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
@@ -15,7 +16,7 @@ demo: $(READY)
 	$(RUN) -m tools.demo
 
 test: $(READY)
-	$(RUN) -m pytest tests
+	$(RUN) -m pytest tests -n $(TEST_PROCESSES) --dist loadfile
 
 # The flash-attn package on a CPU, by Triton's interpreter.
 test-flash-attn: $(FLASH)/.ready

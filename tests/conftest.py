@@ -12,6 +12,21 @@ import torch  # noqa: E402
 torch.set_num_threads(1)
 
 
+PROCESS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def process_of_its_own():
+    """A program run inside a test says in the environment which rank it is; the next test is none."""
+    before = {name: os.environ.get(name) for name in PROCESS}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
 def pytest_collection_modifyitems(items):
     reason = _why_not_on_gpu()
     for item in items:
