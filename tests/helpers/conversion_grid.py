@@ -100,7 +100,7 @@ def measure_in(model_type: str, geometry: str, folder: Path) -> Cell:
         hf.save_pretrained(folder / "theirs")
         imported = import_hf(str(folder / "theirs"), str(folder / "ours"), progress=False)
     except ConversionError as error:
-        return str(error)
+        return _reasons(error)
     return largest(our_logits(imported), their_logits(hf, text()))
 
 
@@ -120,11 +120,15 @@ def measure_out(model_type: str, geometry: str, folder: Path) -> Cell:
             str(checkpoint), str(folder / "theirs"), architecture=model_type, vocab_size=VOCAB, progress=False
         )
     except ConversionError as error:
-        return "\n".join(
-            line.strip() for line in str(error).splitlines()[1:]
-        )  # the first says which others can hold it
+        return _reasons(error)
     hf = transformers.AutoModelForCausalLM.from_pretrained(exported, attn_implementation="eager")
     return largest(our_logits(str(checkpoint / "global_step0")), their_logits(hf.eval(), text()))
+
+
+def _reasons(error: ConversionError) -> str:
+    """One a line, without the heading that names the folder, or the families that can hold the model."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return "\n".join(line for line in lines if not line.endswith(":"))
 
 
 def our_args(model_type: str, geometry: str) -> NeoXArgs:
