@@ -65,7 +65,7 @@ def _generated(model: nn.Module, prompt: torch.Tensor, steps: int) -> Tuple[torc
     """By the library's own loop, without what the folder's generation_config adds to it, such as an end token."""
     from transformers import GenerationConfig
 
-    plain = GenerationConfig(do_sample=False, max_new_tokens=steps, min_new_tokens=steps, use_cache=True)
+    plain = GenerationConfig(do_sample=False, max_new_tokens=steps, use_cache=True)
     model.generation_config = plain  # or its values would take the place of those that are None
     output = model.generate(
         prompt,

@@ -145,7 +145,10 @@ def test_their_generation_is_greedy_and_does_not_stop(folders):
     with torch.no_grad():
         for _ in range(9):
             expected = torch.cat([expected, model(input_ids=expected).logits[:, -1:].argmax(-1)], dim=1)
+    fed = []
+    model.model.layers[0].register_forward_pre_hook(lambda module, args: fed.append(args[0].shape[1]))
     _, tokens, logits = run_hf(model, prompt, prompt, 9)
+    assert fed == [7, 7, *[1] * 8], "once for the hidden states, then by the cache"
     assert torch.equal(tokens, expected[:, 7:]) and logits.shape == (9, 2, 300)
     assert (tokens[:, :-1] == EOD).any(), "the test would see nothing"
 
@@ -164,6 +167,8 @@ def test_a_tie_is_no_difference_and_all_else_is():
     assert compared(same, same, IDS, TOLERANCE).agrees
     report = compared(same, tie, IDS, TOLERANCE)
     assert report.agrees and report.rows[0].step == 1 and report.rows[0].agrees
+    after_it = _run(LOGITS, [1, 1, 0], [[0.0, 1.0], [5.0, 5.00001], [9.0, 0.0]])
+    assert compared(_run(LOGITS, [1, 0, 1], [[0.0, 1.0], [5.0, 5.0], [0.0, 7.0]]), after_it, IDS, TOLERANCE).agrees
     apart = _run(LOGITS, [1, 1], [[0.0, 1.0], [5.0, 5.1]])
     assert not compared(same, apart, IDS, TOLERANCE).agrees
     chosen_wrongly = _run(LOGITS, [0, 0], [[0.0, 1.0], [5.0, 5.0]])
