@@ -65,15 +65,11 @@ def _generated(model: nn.Module, prompt: torch.Tensor, steps: int) -> Tuple[torc
     """By the library's own loop, without what the folder's generation_config adds to it, such as an end token."""
     from transformers import GenerationConfig
 
-    plain = GenerationConfig(do_sample=False, max_new_tokens=steps, use_cache=True)
-    model.generation_config = plain  # or its values would take the place of those that are None
-    output = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        generation_config=plain,
-        return_dict_in_generate=True,
-        output_logits=True,
+    plain = GenerationConfig(
+        do_sample=False, max_new_tokens=steps, use_cache=True, return_dict_in_generate=True, output_logits=True
     )
+    model.generation_config = plain  # or its values would take the place of those that are None
+    output = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=plain)
     return output.sequences[:, prompt.shape[1] :], torch.stack(output.logits).float()
 
 
