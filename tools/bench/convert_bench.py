@@ -3,7 +3,8 @@
     python -m tools.bench.convert_bench [--model qwen3-4b] [--layers N] [--tp N] [--pp P] [--dir DIR]
 
 Makes a Hugging Face folder of random bf16 weights, imports it, exports that again, compares every tensor with the
-source, and copies the source with cp and sync. Each step is a process of its own and starts with nothing waiting to be
+source. Before and after each it copies the source with cp and sync, the mean of which is what a step is compared with,
+since a shared disk changes its speed. Each step is a process of its own and starts with nothing waiting to be
 written. Anonymous memory is what the process itself holds; peak RSS also counts pages of mapped files, which the system
 takes back when it needs them. DIR needs room for three copies.
 """
@@ -42,6 +43,7 @@ MODELS = {
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _POLL_SECONDS = 0.01
+COPY = "cp and sync"
 
 
 class Step(NamedTuple):
@@ -61,7 +63,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     try:
         source = os.path.join(work, "source")
         size, largest = make_model(source, options.model, options.layers)
-        steps = [measured(name, command) for name, command in commands(work, options)]
+        steps = [measured(name, command, size) for name, command in commands(work, options)]
         changed = differences(source, os.path.join(work, "exported"))
     finally:
         shutil.rmtree(work)
@@ -119,12 +121,14 @@ def commands(work: str, options: argparse.Namespace) -> List[Tuple[str, List[str
     to_hf = [sys.executable, os.path.join(tools, "convert_neox_to_hf.py"), "--input_dir", imported]
     to_hf += ["--output_dir", exported, "--max-shard-bytes", "2000000000"]
     copied = ["sh", "-c", f"cp -r '{source}' '{copy}' && sync '{copy}'/*; status=$?; rm -r '{copy}'; exit $status"]
-    return [("cp and sync", copied), ("import", to_neox), ("export", to_hf), ("cp and sync, again", copied)]
+    copying = (COPY, copied)
+    return [copying, ("import", to_neox), copying, ("export", to_hf), copying]
 
 
-def measured(name: str, command: List[str]) -> Step:
-    """Run a command and watch its memory. Raises CalledProcessError if it fails."""
+def measured(name: str, command: List[str], size: int) -> Step:
+    """Run a command that writes `size` bytes, and watch its memory. Raises CalledProcessError if it fails."""
     os.sync()
+    touch_memory(size)
     start = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=_ROOT)
     anonymous = resident = 0
@@ -139,6 +143,14 @@ def measured(name: str, command: List[str]) -> Step:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return Step(name, seconds, cpu, anonymous, resident)
+
+
+def touch_memory(size: int) -> None:
+    """Leave that much memory free and in use before: in a virtual machine, pages new to it cost ten times the time."""
+    with open("/proc/meminfo") as file:
+        available = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    count = min(size, available // 2)
+    subprocess.run([sys.executable, "-c", f"b'x' * {count}"], check=True)
 
 
 def _memory(pid: int) -> Dict[str, int]:
@@ -164,11 +176,11 @@ def show(options: argparse.Namespace, steps: List[Step], size: int, largest: int
         f"{options.model}: {size / 1e9:.2f} GB, largest tensor {largest / 1e6:.0f} MB; tp {options.tp} pp {options.pp}"
     )
     table = Table("step", "seconds", "CPU s", "GB/s", "x cp", "anonymous peak, MiB", "peak RSS, MiB", title=title)
-    copies = [step.seconds for step in steps if step.name.startswith("cp")]
-    usual = sum(copies) / len(copies)
-    for step in steps:
+    for number, step in enumerate(steps):
+        around = [other.seconds for other in steps[max(number - 1, 0) : number + 2] if other.name == COPY]
+        ratio = f"{step.seconds / (sum(around) / len(around)):.2f}"
         mebibytes = (f"{amount / 2**20:.0f}" for amount in (step.anonymous, step.resident))
-        rate, ratio = f"{size / step.seconds / 1e9:.2f}", f"{step.seconds / usual:.2f}"
+        rate = f"{size / step.seconds / 1e9:.2f}"
         table.add_row(step.name, f"{step.seconds:.1f}", f"{step.cpu_seconds:.1f}", rate, ratio, *mebibytes)
     Console().print(table)
     print(json.dumps({"bytes": size, "largest": largest, "steps": [step._asdict() for step in steps]}))
