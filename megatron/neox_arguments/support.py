@@ -51,10 +51,10 @@ HONOURED = frozenset(
     # Learning rate, tokenizer, data.
     + """
     lr_decay_style lr_decay_iters lr_decay_fraction min_lr warmup override_lr_scheduler use_checkpoint_lr_scheduler
-    weight_decay tokenizer_type vocab_file merge_file data_path use_shared_fs train_data_paths train_label_data_paths
-    test_data_paths test_label_data_paths valid_data_paths valid_label_data_paths train_data_weights
-    valid_data_weights test_data_weights weight_by_num_documents weighted_sampler_alpha data_impl pack_impl
-    allow_chopped mmap_warmup split num_workers eod_mask_loss
+    weight_decay tokenizer_type eod_token vocab_file merge_file data_path use_shared_fs train_data_paths
+    train_label_data_paths test_data_paths test_label_data_paths valid_data_paths valid_label_data_paths
+    train_data_weights valid_data_weights test_data_weights weight_by_num_documents weighted_sampler_alpha data_impl
+    pack_impl allow_chopped mmap_warmup split num_workers eod_mask_loss
     """.split()
     # Training loop, checkpoints.
     + """

@@ -42,6 +42,12 @@ class AbstractTokenizer(ABC):
             )
         return self._eod
 
+    def end_documents_with(self, token: str) -> None:
+        """Make `token` the end-of-document token. Raises DataError if it is not in the vocabulary."""
+        if token not in self.vocab:
+            raise DataError(f"eod_token={token!r} is not a token of {self.source}; write one of its vocabulary")
+        self._eod = self.vocab[token]
+
     @property
     @abstractmethod
     def vocab(self) -> Dict[str, int]:
@@ -66,16 +72,19 @@ class AbstractTokenizer(ABC):
 
 
 def build_tokenizer(args) -> AbstractTokenizer:
-    """The tokenizer that tokenizer_type, vocab_file and merge_file ask for.
+    """The tokenizer that tokenizer_type, vocab_file and merge_file ask for, with eod_token where that is set.
 
-    Raises ConfigError for an unknown type or a missing setting, DataError for a missing or unreadable file or an
-    optional library that is not installed.
+    Raises ConfigError for an unknown type or a missing setting, DataError for a missing or unreadable file, an
+    optional library that is not installed, or an eod_token that the vocabulary does not have.
     """
     names = {name.lower(): name for name in TOKENIZERS}
     name = names.get(str(args.tokenizer_type).lower())
     if name is None:
         raise ConfigError(f"tokenizer_type={args.tokenizer_type} must be one of {', '.join(TOKENIZERS)}")
-    return getattr(importlib.import_module(TOKENIZERS[name]), name).from_args(args)
+    tokenizer = getattr(importlib.import_module(TOKENIZERS[name]), name).from_args(args)
+    if getattr(args, "eod_token", None) is not None:  # the data tools have no such option
+        tokenizer.end_documents_with(args.eod_token)
+    return tokenizer
 
 
 def required_setting(args, setting: str, meaning: str) -> str:

@@ -20,6 +20,7 @@ NEW_IN_OLD_GROUPS = {
     "head_dim": Optional[int],
     "softmax_scale": Optional[float],
     "ffn_hidden_size": Optional[int],
+    "eod_token": Optional[str],
     "kv_cache_dtype": Optional[Literal["fp8_e4m3", "int8"]],
     "prefill_chunk_size": Optional[int],
     "eval_task_folder": Optional[str],

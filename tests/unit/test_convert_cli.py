@@ -29,7 +29,7 @@ def source(tmp_path_factory):
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w4"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in ("<pad>", "<s>", "</s>", "<end>")])
-    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<end>", pad_token="<pad>")
     whole.chat_template = "{{ messages[0].content }}"
     whole.save_pretrained(folder)
     with open(os.path.join(folder, "generation_config.json"), "w") as file:
@@ -53,6 +53,7 @@ def test_there_and_back_with_the_tokenizer(source, tmp_path, capsys):
     args = NeoXArgs.from_ymls([str(tmp_path / "ours" / "model.yml")])
     args.build_tokenizer()
     assert args.tokenizer.vocab_size == WORDS and args.padded_vocab_size == 256
+    assert settings["eod_token"] == "<end>" and args.tokenizer.eod == 3  # not "</s>", which the vocabulary has too
 
     assert hf(tmp_path / "ours", tmp_path / "back") == 0
     assert_same_tensors(source, tmp_path / "back")
@@ -63,7 +64,7 @@ def test_there_and_back_with_the_tokenizer(source, tmp_path, capsys):
     assert (generation["temperature"], generation["eos_token_id"], generation["pad_token_id"]) == (0.7, [2, 3], 0)
     before, after = (AutoTokenizer.from_pretrained(folder) for folder in (source, str(tmp_path / "back")))
     assert after("w7 w9 </s>").input_ids == before("w7 w9 </s>").input_ids == [7, 9, 2]
-    assert after.chat_template == before.chat_template and after.eos_token == "</s>"
+    assert after.chat_template == before.chat_template and after.eos_token == "<end>"
     model, found = AutoModelForCausalLM.from_pretrained(str(tmp_path / "back"), output_loading_info=True, dtype="auto")
     assert not any(found[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.config.head_dim == 10
@@ -75,7 +76,7 @@ def test_a_later_checkpoint_finds_the_tokenizer_by_its_config(source, tmp_path):
     shutil.copytree(tmp_path / "ours" / "global_step0", tmp_path / "trained" / "global_step90")
     assert hf(tmp_path / "trained" / "global_step90", tmp_path / "back") == 0
     assert raw_config(tmp_path / "back")["vocab_size"] == VOCAB
-    assert AutoTokenizer.from_pretrained(str(tmp_path / "back")).eos_token == "</s>"
+    assert AutoTokenizer.from_pretrained(str(tmp_path / "back")).eos_token == "<end>"
 
 
 def test_a_bare_tokenizer_json(source, tmp_path, capsys):
@@ -96,9 +97,9 @@ def test_a_bare_tokenizer_json(source, tmp_path, capsys):
     assert "leave --vocab-is-hf-tokenizer out" in capsys.readouterr().err
     assert hf(step, tmp_path / "back", "--config_file", str(own), "--pad-token-id", "5") == 0
     config = raw_config(tmp_path / "back")
-    assert (config["vocab_size"], config["eos_token_id"], config["pad_token_id"]) == (WORDS, 2, 5)
+    assert (config["vocab_size"], config["eos_token_id"], config["pad_token_id"]) == (WORDS, 3, 5)
     tokenizer = AutoTokenizer.from_pretrained(str(tmp_path / "back"))
-    assert (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer("w8").input_ids) == (2, 5, [8])
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer("w8").input_ids) == (3, 5, [8])
     assert hf(step, tmp_path / "none", "--config_file", str(own), "--no_save_tokenizer", "--vocab-size", "120") == 0
     assert raw_config(tmp_path / "none")["vocab_size"] == 120
     assert not [name for name in os.listdir(tmp_path / "none") if "token" in name]

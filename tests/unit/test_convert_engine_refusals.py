@@ -76,7 +76,7 @@ def test_all_problems_of_a_source_are_listed_and_nothing_is_written(tmp_path):
     [
         (dict(model_type="falcon_mamba"), "model_type=falcon_mamba cannot be converted; can be: llama"),
         (dict(model_type=...), "model_type is not in config.json"),
-        (dict(quantization_config={"quant_method": "gptq", "bits": 4}), "quantization_config: the weights are quantised"),
+        (dict(quantization_config={"quant_method": "gptq", "bits": 4}), "the weights are quantised"),
         (dict(vocab_size=117), r"embed_tokens.weight: shape \[118, 88\], where the config makes it \[117, 88\]"),
         (dict(head_dim=20), r"q_proj.weight: shape \[120, 88\], where the config makes it \[240, 88\]"),
         (dict(hidden_act="xielu"), "hidden_act=xielu"),

@@ -131,6 +131,20 @@ def test_hf_tokenizer_without_an_end_says_so_when_asked(tmp_path):
         tokenizer.eod  # noqa: B018
 
 
+def test_the_end_token_of_a_chat_model_is_a_setting(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    vocabulary = {"a": 0, "<|endoftext|>": 1, "<|im_end|>": 2}
+    Tokenizer(models.WordLevel(vocabulary, unk_token="a")).save(str(tmp_path / "t"))
+    args = SimpleNamespace(tokenizer_type="HFTokenizer", vocab_file=str(tmp_path / "t"), eod_token=None)
+    assert build_tokenizer(args).eod == 1
+    args.eod_token = "<|im_end|>"
+    assert build_tokenizer(args).eod == 2
+    args.eod_token = "<eot>"
+    with pytest.raises(DataError, match="eod_token='<eot>'"):
+        build_tokenizer(args)
+
+
 def test_gpt2_bpe_is_transformers_gpt2(gpt2_files):
     transformers = pytest.importorskip("transformers")
     reference = transformers.GPT2TokenizerFast.from_pretrained(str(gpt2_files))
