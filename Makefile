@@ -16,7 +16,7 @@ demo: $(READY)
 	$(RUN) -m tools.demo
 
 test: $(READY)
-	$(RUN) -m pytest tests -n $(TEST_PROCESSES) --dist loadfile
+	$(RUN) -m pytest tests -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 # The flash-attn package on a CPU, by Triton's interpreter.
 test-flash-attn: $(FLASH)/.ready
