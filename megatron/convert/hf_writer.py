@@ -10,6 +10,7 @@ from typing import IO, Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
+from megatron.checkpointing.streamed_file import write_in_pieces
 from megatron.convert.hf_source import DTYPES
 from megatron.errors import ConversionError
 
@@ -70,7 +71,7 @@ class HFWriter:
             self._start_next()
         if tensor.numel():
             contents = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-            self._file.write(memoryview(contents))
+            write_in_pieces(self._file, contents)
         self._next += 1
         return tensor.nbytes
 
