@@ -15,6 +15,7 @@ from tests.helpers import attention_grid as grid
 from tests.helpers.attention_cases import FEATURES, GEOMETRIES, LONG, geometries
 from tests.helpers.distributed import run_distributed
 from tests.helpers.te import VERSION, WHEEL
+from tools.page_section import PageSection
 
 PATH = Path(__file__).resolve().parents[1] / "neox_args_head_dim.md"
 START = "<!-- the attention table: written by python -m tools.attention_table -->"
@@ -137,24 +138,18 @@ def _text(results: List[grid.Result], notes: _Notes) -> str:
     return " ".join([*parts, refusals] if refusals else parts)
 
 
-def _parts() -> Tuple[str, str, str]:
-    """The page before, between and after its markers. Raises ValueError without markers."""
-    before, start, rest = PATH.read_text(encoding="utf-8").partition(START)
-    inside, end, after = rest.partition(END)
-    if not (start and end):
-        raise ValueError(f"{PATH.name} has not both lines {START} and {END}")
-    return before, inside, after
+def _section() -> PageSection:
+    return PageSection(PATH, START, END)
 
 
 def written() -> str:
     """What stands between the markers now."""
-    return _parts()[1].strip() + "\n"
+    return _section().written()
 
 
 def write(new: str) -> None:
     """Put `new` between the markers."""
-    before, _, after = _parts()
-    PATH.write_text(f"{before}{START}\n{new.strip()}\n{END}{after}", encoding="utf-8")
+    _section().write(new)
 
 
 def without_numbers(text: str) -> List[str]:

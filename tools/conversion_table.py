@@ -18,6 +18,7 @@ from megatron.geometry import HeadGeometry
 from tests.helpers import conversion_grid as grid
 from tests.helpers.convert_models import TOKENS
 from tests.helpers.geometries import ALL
+from tools.page_section import PageSection
 
 PATH = Path(__file__).resolve().parents[1] / "docs" / "conversion.md"
 START = "<!-- the table: written by python -m tools.conversion_table -->"
@@ -95,24 +96,18 @@ def _line(cells: List[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _parts() -> Tuple[str, str, str]:
-    """The page before, between and after its markers. Raises ValueError without markers."""
-    before, start, rest = PATH.read_text(encoding="utf-8").partition(START)
-    inside, end, after = rest.partition(END)
-    if not (start and end):
-        raise ValueError(f"{PATH.name} has not both lines {START} and {END}")
-    return before, inside, after
+def _section() -> PageSection:
+    return PageSection(PATH, START, END)
 
 
 def written() -> str:
     """What stands between the markers now."""
-    return _parts()[1].strip() + "\n"
+    return _section().written()
 
 
 def write(new: str) -> None:
     """Put `new` between the markers."""
-    before, _, after = _parts()
-    PATH.write_text(f"{before}{START}\n{new.strip()}\n{END}{after}", encoding="utf-8")
+    _section().write(new)
 
 
 def outdated(new: str) -> List[str]:

@@ -19,6 +19,7 @@ from megatron.convert.hub import local_folder  # noqa: E402
 from megatron.convert.importing import CONFIG_NAME, import_hf  # noqa: E402
 from megatron.convert.precision import OPTIONS  # noqa: E402
 from megatron.errors import NeoXError  # noqa: E402
+from tools.options import at_least  # noqa: E402
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
@@ -78,18 +79,6 @@ def run(model: str, out: str, **options) -> int:
         return 1
     print(f"wrote {folder} and its config {os.path.join(out, CONFIG_NAME)}")
     return 0
-
-
-def at_least(least: int):
-    """A type for whole numbers."""
-
-    def number(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{value} must be {least} or more")
-        return value
-
-    return number
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from megatron.convert.hf_writer import MAX_SHARD_BYTES  # noqa: E402
 from megatron.convert.outputs import check_new  # noqa: E402
 from megatron.convert.precision import OPTIONS  # noqa: E402
 from megatron.errors import NeoXError  # noqa: E402
-from tools.ckpts.convert_hf_to_neox import at_least  # noqa: E402
+from tools.options import at_least  # noqa: E402
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:

@@ -28,6 +28,7 @@ from megatron.errors import ConfigError, NeoXError  # noqa: E402
 from megatron.neox_arguments.fields import defaults  # noqa: E402
 from megatron.neox_arguments.loading import load_files  # noqa: E402
 from megatron.tokenizer import build_tokenizer  # noqa: E402
+from tools.options import at_least  # noqa: E402
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
@@ -47,17 +48,17 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", metavar="IN", help="save folder, or a global_step<N> folder in it")
     parser.add_argument("out", metavar="OUT", help="new or empty folder")
-    parser.add_argument("--model-parallel-size", type=_at_least(1), required=True, metavar="N")
+    parser.add_argument("--model-parallel-size", type=at_least(1), required=True, metavar="N")
     parser.add_argument(
         "--pipe-parallel-size",
-        type=_at_least(0),
+        type=at_least(0),
         required=True,
         metavar="P",
         help="0: one file per rank; 1 or more: one file per layer and rank",
     )
     parser.add_argument("--config", nargs="+", default=(), metavar="YML", help="by default those kept in IN")
-    parser.add_argument("--iteration", type=_at_least(0), help="by default the one `latest` names")
-    parser.add_argument("--vocab-size", type=_at_least(1), help="tokens in use, by default the tokenizer's")
+    parser.add_argument("--iteration", type=at_least(0), help="by default the one `latest` names")
+    parser.add_argument("--vocab-size", type=at_least(1), help="tokens in use, by default the tokenizer's")
     parser.add_argument(
         "--average-replicas",
         action="store_true",
@@ -122,16 +123,6 @@ def _describe(reader: CheckpointReader, options: argparse.Namespace, rows: int) 
         f"{reader.folder}: model_parallel_size {reader.model_parallel_size} -> {options.model_parallel_size}, "
         f"{form}, vocabulary padded to {rows}; the optimizer's state is left out"
     )
-
-
-def _at_least(least: int):
-    def number(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{value} must be {least} or more")
-        return value
-
-    return number
 
 
 if __name__ == "__main__":

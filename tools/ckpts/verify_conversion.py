@@ -22,8 +22,8 @@ from rich.table import Table  # noqa: E402
 
 from megatron.convert.verify import TOLERANCE, Generated, Place, Report, verify  # noqa: E402
 from megatron.errors import ConversionError, DataError, NeoXError  # noqa: E402
-from tools.ckpts.convert_hf_to_neox import at_least  # noqa: E402
 from tools.ckpts.local_ranks import describe_process  # noqa: E402
+from tools.options import at_least  # noqa: E402
 
 RANDOM_ROWS = 2
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
