@@ -10,6 +10,7 @@ from tqdm import tqdm
 from megatron.checkpointing.model_settings import checkpoint_folder, config_paths, inference_args
 from megatron.checkpointing.reader import CheckpointReader
 from megatron.checkpointing.stamp import check_stamp
+from megatron.checkpointing.te_names import form_of
 from megatron.convert import side_files
 from megatron.convert.ahead import Ahead
 from megatron.convert.choose import choose_family
@@ -21,7 +22,7 @@ from megatron.convert.older_config import older_keys
 from megatron.convert.outputs import check_new, new_folder
 from megatron.convert.precision import DTYPE_NAME, converted, dtype_of, dtype_problems, main_dtype
 from megatron.convert.rules import Line, write_out
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, ConversionError
 from megatron.neox_arguments.loading import load_files
 
 
@@ -66,6 +67,7 @@ def plan_export(
     """
     wanted = dtype_of(precision)
     reader = CheckpointReader(checkpoint_folder(checkpoint, iteration))
+    _check_native(reader)
     settings = load_files(_configs(reader, config_files))[0]
     kept = {name: settings[name] for name in ("attention_dropout", "hidden_dropout") if name in settings}
     neox_args = inference_args(reader, config_files, changes=kept)
@@ -82,6 +84,17 @@ def plan_export(
     config.update(vocabulary.special_tokens(pad_token_id), dtype=_config_dtype(dtypes))
     config.update(older_keys(config))
     return Plan(family, config, lines, source, dtypes, files, settings, vocabulary, list(vocabulary.notes))
+
+
+def _check_native(reader: CheckpointReader) -> None:
+    """Raises ConversionError for weights of Transformer Engine's modules, which have other names and rows."""
+    form = form_of(name for index in reader.layer_indices() for name in reader.layer_state(index))
+    parts = [part for part, is_te in form._asdict().items() if is_te]
+    if parts:
+        raise ConversionError(
+            f"{reader.folder}: its weights are Transformer Engine's ({', '.join(parts)}); convert it first: "
+            "python tools/ckpts/convert_te.py IN OUT --to native"
+        )
 
 
 def export_hf(

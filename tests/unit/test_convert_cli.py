@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from megatron.neox_arguments import NeoXArgs
 from tests.helpers.convert_folders import assert_same_tensors, raw_config, saved
 from tests.helpers.convert_models import VOCAB
-from tools.ckpts import convert_hf_llama_to_neox, convert_hf_to_neox, convert_neox_to_hf
+from tools.ckpts import convert_hf_llama_to_neox, convert_hf_to_neox, convert_neox_to_hf, convert_te
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 WORDS = 110
@@ -179,3 +179,14 @@ def test_each_tool_starts_as_a_program():
     assert all(option in texts[0] for option in ("--input_dir", "--hf-model", "--tp", "--pp", "--precision"))
     assert all(option in texts[1] for option in ("--config_file", "--vocab-is-hf-tokenizer", "--no_save_tokenizer"))
     assert all(option in texts[2] for option in ("--model ", "--model_path", "--tp", "--pp"))
+
+
+def test_a_checkpoint_for_transformer_engine_is_sent_to_its_converter(source, tmp_path, capsys):
+    assert neox(source, tmp_path / "ours") == 0
+    assert convert_te.main([str(tmp_path / "ours"), str(tmp_path / "te"), "--to", "te"]) == 0
+    capsys.readouterr()
+    assert hf(tmp_path / "te", tmp_path / "back") == 1
+    assert "convert_te.py" in capsys.readouterr().err and not (tmp_path / "back").exists()
+    assert convert_te.main([str(tmp_path / "te"), str(tmp_path / "native"), "--to", "native"]) == 0
+    assert hf(tmp_path / "native", tmp_path / "back", "--vocab-size", str(VOCAB)) == 0
+    assert_same_tensors(source, tmp_path / "back")
