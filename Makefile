@@ -29,7 +29,7 @@ test-real-weights: $(REAL)/.ready
 setup: $(READY)
 
 $(READY): requirements/constraints.txt requirements/requirements.txt requirements/requirements-dev.txt \
-          requirements/requirements-tokenizers.txt requirements/requirements-tensorboard.txt \
+          requirements/requirements-tokenizers.txt requirements/requirements-tensorboard.txt requirements/requirements-patch.txt \
           requirements/requirements-te-tests.txt
 	@$(PYTHON) tools/check_python.py
 	@echo "Installing into $(VENV) (a few minutes the first time) ..."

@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-OPTIONAL = ("dev", "eval", "te", "tokenizers", "tensorboard", "wandb")
+OPTIONAL = ("dev", "eval", "patch", "te", "tokenizers", "tensorboard", "wandb")
 
 
 def requirements(name):
@@ -30,6 +30,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["megatron*", "tools*"]),
+    package_data={"tools.neox_patch": ["files/**"]},
     install_requires=requirements("requirements.txt"),
     extras_require={name: requirements(f"requirements-{name}.txt") for name in OPTIONAL},
 )

@@ -1,0 +1,34 @@
+"""What the arguments say about attention heads, as `megatron.geometry` reads it. Nothing else divides a width."""
+
+import math
+
+from megatron.geometry import HeadGeometry
+
+
+def head_geometry(neox_args) -> HeadGeometry:
+    """The widths of an attention layer of the whole model; `.shard(world_size)` gives those of one rank.
+
+    Raises ConfigError (megatron.errors) with every problem.
+    """
+    return HeadGeometry.from_config(
+        neox_args.hidden_size,
+        neox_args.num_attention_heads,
+        neox_args.num_kv_heads,
+        neox_args.head_dim,
+        neox_args.rotary_pct if neox_args.pos_emb == "rotary" else None,
+    )
+
+
+def softmax_scale(neox_args) -> float:
+    """What attention scores are multiplied by: `softmax_scale`, by default head_dim ** -0.5 (1 / head_dim with muP)."""
+    if neox_args.softmax_scale is not None:
+        return neox_args.softmax_scale
+    return 1.0 / score_divisor(neox_args)
+
+
+def score_divisor(neox_args) -> float:
+    """The same as a divisor. By default GPT-NeoX's own expression, so that scores stay equal to the last bit."""
+    if neox_args.softmax_scale is not None:
+        return 1.0 / neox_args.softmax_scale
+    head_dim = head_geometry(neox_args).head_dim
+    return head_dim if neox_args.use_mup else math.sqrt(head_dim)

@@ -1,0 +1,183 @@
+"""A Python file that is edited where the syntax tree says, and left alone everywhere else.
+
+libcst finds constructs; edits are spans of the text, so that formatting and comments outside of them stay as they are,
+byte for byte. An edit that would write what is there already (the same code, however it is formatted) is no edit, so
+applying a change twice changes nothing.
+"""
+
+import ast
+import textwrap
+from dataclasses import dataclass
+from typing import List, Sequence, Tuple, Union
+
+import libcst as cst
+from libcst.metadata import ByteSpanPositionProvider, MetadataWrapper, ParentNodeProvider
+
+
+class AnchorNotFound(Exception):
+    """A construct that a change needs is not in the file. The message says what was looked for, and where."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """The bytes [start, end) become `text`."""
+
+    start: int
+    end: int
+    text: str
+
+
+class Source:
+    """One file of the checkout: its tree, and the edits asked for so far.
+
+    Raises AnchorNotFound if the text is not Python.
+    """
+
+    def __init__(self, path: str, text: str):
+        self.path = path
+        self.text = text
+        try:
+            module = cst.parse_module(text)
+        except cst.ParserSyntaxError as error:
+            raise AnchorNotFound(f"{path} is not Python that can be parsed (line {error.raw_line})") from None
+        wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
+        self.module = wrapper.module
+        self._spans = wrapper.resolve(ByteSpanPositionProvider)
+        self._parents = wrapper.resolve(ParentNodeProvider)
+        self._bytes = text.encode()
+        self._edits: List[Edit] = []
+
+    def span(self, node: cst.CSTNode) -> Tuple[int, int]:
+        """Byte offsets of a node, without the comments and blank lines before it."""
+        span = self._spans[node]
+        return span.start, span.start + span.length
+
+    def code(self, node: cst.CSTNode) -> str:
+        """The text of a node as it is written."""
+        start, end = self.span(node)
+        return self._bytes[start:end].decode()
+
+    def parent(self, node: cst.CSTNode) -> cst.CSTNode:
+        """The node around a node."""
+        return self._parents[node]
+
+    def statement(self, node: cst.CSTNode) -> Union[cst.SimpleStatementLine, cst.BaseCompoundStatement]:
+        """The statement line, or the compound statement, that a node is in."""
+        while not isinstance(node, (cst.SimpleStatementLine, cst.BaseCompoundStatement)):
+            node = self._parents[node]
+        return node
+
+    def replace(self, node: cst.CSTNode, text: str) -> None:
+        """Put `text` in the place of an expression or of a simple statement. Parts that need it are indented here."""
+        if not same_code(self.code(node), text):
+            self._edits.append(Edit(*self.span(node), self._indented(text, node, first_line=False)))
+
+    def replace_statement(self, statement: cst.CSTNode, text: str) -> None:
+        """Put the statements of `text` in the place of one statement, whose own comments above it stay."""
+        start, end = self.span(statement)
+        end = self._without_newline(start, end)
+        if not same_code(textwrap.dedent(self._line_start(start) + self._bytes[start:end].decode()), text):
+            self._edits.append(Edit(start, end, self._indented(text, statement, first_line=False)))
+
+    def remove_statement(self, statement: cst.CSTNode) -> None:
+        """Take a statement away with its line end; comments above it stay."""
+        start, end = self.span(statement)
+        end = self._without_newline(start, end)
+        line = self._bytes.rfind(b"\n", 0, start) + 1
+        newline = self._bytes.find(b"\n", end)
+        self._edits.append(Edit(line, len(self._bytes) if newline < 0 else newline + 1, ""))
+
+    def insert_after(self, statement: cst.CSTNode, text: str) -> None:
+        """Put the statements of `text` after a statement of the same block, unless they follow it already."""
+        if same_statements(self._siblings(statement, +1), text):
+            return
+        start, end = self.span(statement)
+        end = self._without_newline(start, end)
+        newline = self._bytes.find(b"\n", end)
+        end = len(self._bytes) if newline < 0 else newline  # a comment behind the statement stays with it
+        self._edits.append(Edit(end, end, "\n" + self._indented(text, statement, first_line=True)))
+
+    def insert_before(self, statement: cst.CSTNode, text: str) -> None:
+        """Put the statements of `text` right before a statement (below comments above it), unless they are there."""
+        if same_statements(self._siblings(statement, -1), text, at_end=True):
+            return
+        start, _ = self.span(statement)
+        line = self._bytes.rfind(b"\n", 0, start) + 1
+        self._edits.append(Edit(line, line, self._indented(text, statement, first_line=True) + "\n"))
+
+    def insert_text(self, position: int, text: str) -> None:
+        """Put `text` at a byte position. The caller sees to it that nothing of the kind is there."""
+        self._edits.append(Edit(position, position, text))
+
+    def begins_line(self, node: cst.CSTNode) -> bool:
+        """Whether only white space is before a node on its line."""
+        start, _ = self.span(node)
+        return not self.line_before(start).strip()
+
+    def line_before(self, position: int) -> str:
+        """What is on the line before a byte position."""
+        return self._bytes[self._bytes.rfind(b"\n", 0, position) + 1 : position].decode()
+
+    @property
+    def changed(self) -> bool:
+        """Whether any edit has been asked for."""
+        return bool(self._edits)
+
+    def result(self) -> str:
+        """The text with all edits made. Raises ValueError if two of them overlap or it is no longer Python."""
+        pieces, position = [], 0
+        for edit in sorted(self._edits, key=lambda edit: (edit.start, edit.end)):
+            if edit.start < position:
+                raise ValueError(f"{self.path}: two edits overlap at byte {edit.start}: {edit.text!r}")
+            pieces += [self._bytes[position : edit.start], edit.text.encode()]
+            position = edit.end
+        text = b"".join([*pieces, self._bytes[position:]]).decode()
+        try:
+            compile(text, self.path, "exec", dont_inherit=True)
+        except SyntaxError as error:
+            raise ValueError(f"{self.path}: the edited file is not Python: {error}") from None
+        return text
+
+    def indentation(self, node: cst.CSTNode) -> str:
+        """The white space before the statement that a node is in."""
+        start, _ = self.span(self.statement(node))
+        return self._line_start(start)
+
+    def _line_start(self, start: int) -> str:
+        line = self._bytes[self._bytes.rfind(b"\n", 0, start) + 1 : start].decode()
+        return line[: len(line) - len(line.lstrip())]
+
+    def _indented(self, text: str, node: cst.CSTNode, first_line: bool) -> str:
+        lines = textwrap.dedent(text).strip("\n").split("\n")
+        space = self.indentation(node)
+        indented = [space + line if line.strip() else "" for line in lines]
+        return "\n".join(indented if first_line else [lines[0], *indented[1:]])
+
+    def _without_newline(self, start: int, end: int) -> int:
+        return start + len(self._bytes[start:end].rstrip())
+
+    def _siblings(self, statement: cst.CSTNode, direction: int) -> List[str]:
+        body: Sequence[cst.CSTNode] = self._parents[statement].body
+        place = next(number for number, other in enumerate(body) if other is statement)
+        nodes = body[place + 1 :] if direction > 0 else body[:place]
+        dedented = []
+        for node in nodes:
+            start, end = self.span(node)
+            dedented.append(textwrap.dedent(self._line_start(start) + self._bytes[start:end].decode()))
+        return dedented
+
+
+def same_code(one: str, other: str) -> bool:
+    """Whether two pieces of Python are the same apart from formatting and comments."""
+    return _tree(one) == _tree(other)
+
+
+def same_statements(statements: Sequence[str], text: str, at_end: bool = False) -> bool:
+    """Whether `statements` begin (or end) with the statements of `text`."""
+    count = len(ast.parse(textwrap.dedent(text)).body)
+    chosen = statements[-count:] if at_end else statements[:count]
+    return same_code("\n".join(chosen), text)
+
+
+def _tree(code: str) -> str:
+    return ast.dump(ast.parse(textwrap.dedent(code).strip()))
