@@ -1,0 +1,42 @@
+"""The widths of a model and what they cost, as a small table for the start of a run."""
+
+from typing import List, Tuple
+
+from megatron.costs.cache import kv_cache_bytes_per_token
+from megatron.costs.flops import flops_per_token
+from megatron.costs.parameters import num_parameters
+
+
+def geometry_table(neox_args) -> str:
+    """The widths of the model as a small text table, for the start of a run."""
+    rows = _geometry_rows(neox_args)
+    left = max(len(name) for name, _ in rows)
+    right = max(len(value) for _, value in rows)
+    line = f"+-{'-' * left}-+-{'-' * right}-+"
+    body = [f"| {name:<{left}} | {value:<{right}} |" for name, value in rows]
+    return "\n".join([line, *body, line])
+
+
+def _geometry_rows(neox_args) -> List[Tuple[str, str]]:
+    geometry = neox_args.head_geometry()
+    hidden, query, qkv = geometry.hidden_size, geometry.query_hidden_size, geometry.qkv_hidden_size
+    rotary = f"{geometry.rotary_ndims} of {geometry.head_dim}" if geometry.rotary_ndims else "none"
+    ratio = "= hidden_size" if geometry.matches_hidden else f"{query / hidden:.3g} x hidden_size"
+    cache_dtype = neox_args.kv_cache_dtype or neox_args.precision
+    return [
+        ("layers", str(neox_args.num_layers)),
+        ("hidden_size", str(hidden)),
+        ("num_attention_heads", str(geometry.num_attention_heads)),
+        ("num_kv_heads", str(geometry.num_kv_heads)),
+        ("head_dim", str(geometry.head_dim)),
+        ("query width", f"{query} ({ratio})"),
+        ("key/value width", str(geometry.kv_hidden_size)),
+        ("QKV projection", f"{hidden} -> {qkv}"),
+        ("output projection", f"{query} -> {hidden}"),
+        ("MLP width", str(neox_args.mlp_geometry().ffn_hidden_size)),
+        ("rotary dimensions", rotary),
+        ("softmax scale", f"{neox_args.attention_scale():.6g}"),
+        ("KV cache per token", f"{kv_cache_bytes_per_token(neox_args):,} bytes ({cache_dtype})"),
+        ("parameters", f"{num_parameters(neox_args):,}"),
+        ("FLOPs per token", f"{flops_per_token(neox_args):.4g} (forward + backward)"),
+    ]
