@@ -18,25 +18,34 @@ def set_keyword(source: Source, call: cst.Call, name: str, value: str) -> None:
     if not call.args:
         raise AnchorNotFound(f"{source.path}: arguments of {source.code(call)}")
     last = call.args[-1]
-    _, end = source.span(last.value)
+    brackets = getattr(last.value, "rpar", ())  # not part of the span of what is in them
+    _, end = source.span(brackets[-1] if brackets else last.value)
     start, _ = source.span(last)
-    before = source.line_before(start) if source.begins_line(last) else None
-    source.insert_text(end, f", {name}={value}" if before is None else f",\n{before}{name}={value}")
+    if not source.begins_line(last):
+        source.insert_text(end, f", {name}={value}")
+    elif source.line_after(end).lstrip().startswith(","):  # a comment behind the comma stays with its argument
+        source.insert_text(end + len(source.line_after(end).encode()), f"\n{source.line_before(start)}{name}={value},")
+    else:
+        source.insert_text(end, f",\n{source.line_before(start)}{name}={value}")
 
 
 def add_import(source: Source, statement: str) -> None:
-    """Add an import at the top of the file, behind the last of `megatron` (or the last of all).
+    """Add an import at the top of the file, behind the last of `megatron` (or the last of all) before any definition.
 
     Raises AnchorNotFound if the file imports nothing.
     """
-    imports = [
-        line
-        for line in source.module.body
-        if isinstance(line, cst.SimpleStatementLine) and isinstance(line.body[0], (cst.Import, cst.ImportFrom))
-    ]
+    imports = [line for line in source.module.body if _is_import(line)]
     if any(same_code(source.code(line).strip(), statement) for line in imports):
         return
+    definitions = [line for line in source.module.body if isinstance(line, (cst.ClassDef, cst.FunctionDef))]
+    if definitions:
+        top = source.span(definitions[0])[0]
+        imports = [line for line in imports if source.span(line)[0] < top]
     ours = [line for line in imports if source.code(line).startswith(("from megatron", "import megatron"))]
     if not imports:
         raise AnchorNotFound(f"{source.path}: an import at the top of the file")
     source.insert_after((ours or imports)[-1], statement)
+
+
+def _is_import(line: cst.CSTNode) -> bool:
+    return isinstance(line, cst.SimpleStatementLine) and isinstance(line.body[0], (cst.Import, cst.ImportFrom))

@@ -23,7 +23,7 @@ class Features:
     def text(self, path: str) -> str:
         """A file of the checkout; empty if there is none."""
         file = self.root / path
-        return file.read_text(encoding="utf-8") if file.is_file() else ""
+        return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
     @property
     def te_attention(self) -> bool:

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Dict, List, Optional
 
 from tools.neox_patch.change import Change, Features, Patch, TextChange
-from tools.neox_patch.source import AnchorNotFound, Source
+from tools.neox_patch.source import AnchorNotFound, EditRefused, Source
+from tools.neox_patch.text import editable, in_style_of, lines_of, read_exact
 
 
 @dataclass
 class Plan:
-    """before, after: texts by path; before is None for files that will be added. Only what changes is in them.
+    """before, after: exact texts by path; before is None for files that will be added. Only what changes is in them.
 
     done: summaries of what the checkout has already. told: summaries of what will be done, with their paths.
     missing: what was not found, and where it was looked for. skipped: what this state of GPT-NeoX does not have.
@@ -54,36 +55,58 @@ def make_plan(root: Path, patch: Patch) -> Plan:
 
 
 def _plan_file(plan: Plan, features: Features, path: str, changes: List) -> None:
-    before = text = features.text(path)
-    if not text:
+    file = features.root / path
+    try:
+        exact = read_exact(file, path) if file.is_file() else None
+    except AnchorNotFound as error:
+        plan.missing.append(str(error))
+        return
+    if not exact:
         plan.missing.append(f"{path}: no such file ({'; '.join(change.summary for change in changes)})")
         return
+    editor = _Editor(path, editable(exact))
     for change in changes:
+        before = editor.text
         try:
-            changed = _apply(change, text)
-        except AnchorNotFound as error:
+            editor.apply(change)
+        except (AnchorNotFound, EditRefused) as error:
             plan.missing.append(f"{error} ({change.summary})")
             continue
-        (plan.done if changed == text else plan.told).append((path, change.summary))
-        text = changed
-    if text != before:
-        plan.before[path], plan.after[path] = before, text
+        (plan.done if editor.text == before else plan.told).append((path, change.summary))
+    after = in_style_of(exact, editor.text)
+    if after != exact:
+        plan.before[path], plan.after[path] = exact, after
 
 
-def _apply(change, text: str) -> str:
-    if isinstance(change, TextChange):
-        return change.edit(text)
-    assert isinstance(change, Change)
-    source = Source(change.path, text)
-    change.edit(source)
-    return source.result() if source.changed else text
+class _Editor:
+    """Applies changes one after the other; a tree that no change has outdated is not built again."""
+
+    def __init__(self, path: str, text: str):
+        self.path = path
+        self.text = text
+        self._source: Optional[Source] = None
+
+    def apply(self, change) -> None:
+        """Raises AnchorNotFound or EditRefused; the text is then as before."""
+        if isinstance(change, TextChange):
+            text = change.edit(self.text)
+        else:
+            assert isinstance(change, Change)
+            source, self._source = self._source or Source(self.path, self.text), None
+            change.edit(source)
+            if not source.changed:
+                self._source = source
+                return
+            text = source.result()
+        if text != self.text:
+            self.text, self._source = text, None
 
 
 def _plan_added(plan: Plan, features: Features, file) -> None:
-    content, present = file.content(), features.text(file.path)
-    if present == content:
+    content, place = file.content(), features.root / file.path
+    if place.is_file() and editable(features.text(file.path)) == content:
         plan.done.append((file.path, file.summary))
-    elif (features.root / file.path).exists():
+    elif place.exists() or place.is_symlink():
         plan.missing.append(f"{file.path}: there is a file of that name already, with another content ({file.summary})")
     else:
         plan.told.append((file.path, file.summary))
@@ -92,12 +115,8 @@ def _plan_added(plan: Plan, features: Features, file) -> None:
 
 def _file_diff(path: str, before: Optional[str], after: str) -> str:
     old = "/dev/null" if before is None else f"a/{path}"
-    lines = difflib.unified_diff(_lines(before or ""), _lines(after), old, f"b/{path}")
+    lines = difflib.unified_diff(lines_of(before or ""), lines_of(after), old, f"b/{path}")
     header = f"diff --git a/{path} b/{path}\n" + ("new file mode 100644\n" if before is None else "")
     return header + "".join(
         line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines
     )
-
-
-def _lines(text: str) -> List[str]:
-    return text.splitlines(keepends=True)

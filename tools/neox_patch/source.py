@@ -13,9 +13,15 @@ from typing import List, Sequence, Tuple, Union
 import libcst as cst
 from libcst.metadata import ByteSpanPositionProvider, MetadataWrapper, ParentNodeProvider
 
+_STATEMENTS = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
+
 
 class AnchorNotFound(Exception):
     """A construct that a change needs is not in the file. The message says what was looked for, and where."""
+
+
+class EditRefused(ValueError):
+    """Edits that cannot be made together, or that leave no Python behind."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +54,11 @@ class Source:
         self._edits: List[Edit] = []
 
     def span(self, node: cst.CSTNode) -> Tuple[int, int]:
-        """Byte offsets of a node, without the comments and blank lines before it."""
+        """Byte offsets of a node, without the comments and blank lines before it, but with its decorators."""
         span = self._spans[node]
-        return span.start, span.start + span.length
+        decorators = getattr(node, "decorators", ())
+        start = self._spans[decorators[0]].start if decorators else span.start
+        return start, span.start + span.length
 
     def code(self, node: cst.CSTNode) -> str:
         """The text of a node as it is written."""
@@ -62,8 +70,14 @@ class Source:
         return self._parents[node]
 
     def statement(self, node: cst.CSTNode) -> Union[cst.SimpleStatementLine, cst.BaseCompoundStatement]:
-        """The statement line, or the compound statement, that a node is in."""
-        while not isinstance(node, (cst.SimpleStatementLine, cst.BaseCompoundStatement)):
+        """The statement line, or the compound statement, that a node is in.
+
+        Raises AnchorNotFound for a statement on the line of its `if` or `for`: it has no line of its own to edit.
+        """
+        start = node
+        while not isinstance(node, _STATEMENTS):
+            if isinstance(node, cst.SimpleStatementSuite):
+                raise AnchorNotFound(f"{self.path}: {self.code(start)!r} on a line of its own, not behind a colon")
             node = self._parents[node]
         return node
 
@@ -74,6 +88,7 @@ class Source:
 
     def replace_statement(self, statement: cst.CSTNode, text: str) -> None:
         """Put the statements of `text` in the place of one statement, whose own comments above it stay."""
+        self._check_alone(statement)
         start, end = self.span(statement)
         end = self._without_newline(start, end)
         if not same_code(textwrap.dedent(self._line_start(start) + self._bytes[start:end].decode()), text):
@@ -81,6 +96,7 @@ class Source:
 
     def remove_statement(self, statement: cst.CSTNode) -> None:
         """Take a statement away with its line end; comments above it stay."""
+        self._check_alone(statement)
         start, end = self.span(statement)
         end = self._without_newline(start, end)
         line = self._bytes.rfind(b"\n", 0, start) + 1
@@ -118,30 +134,35 @@ class Source:
         """What is on the line before a byte position."""
         return self._bytes[self._bytes.rfind(b"\n", 0, position) + 1 : position].decode()
 
+    def line_after(self, position: int) -> str:
+        """What is on the line behind a byte position, without its end."""
+        return self._bytes[position:].split(b"\n", 1)[0].decode()
+
     @property
     def changed(self) -> bool:
         """Whether any edit has been asked for."""
         return bool(self._edits)
 
     def result(self) -> str:
-        """The text with all edits made. Raises ValueError if two of them overlap or it is no longer Python."""
+        """The text with all edits made. Raises EditRefused if two of them overlap or it is no longer Python."""
         pieces, position = [], 0
         for edit in sorted(self._edits, key=lambda edit: (edit.start, edit.end)):
             if edit.start < position:
-                raise ValueError(f"{self.path}: two edits overlap at byte {edit.start}: {edit.text!r}")
+                raise EditRefused(f"{self.path}: two edits overlap at byte {edit.start}: {edit.text!r}")
             pieces += [self._bytes[position : edit.start], edit.text.encode()]
             position = edit.end
         text = b"".join([*pieces, self._bytes[position:]]).decode()
         try:
             compile(text, self.path, "exec", dont_inherit=True)
         except SyntaxError as error:
-            raise ValueError(f"{self.path}: the edited file is not Python: {error}") from None
+            raise EditRefused(f"{self.path}: the edited file is not Python: {error}") from None
         return text
 
     def indentation(self, node: cst.CSTNode) -> str:
         """The white space before the statement that a node is in."""
-        start, _ = self.span(self.statement(node))
-        return self._line_start(start)
+        while not isinstance(node, _STATEMENTS):
+            node = self._parents[node]
+        return self._line_start(self.span(node)[0])
 
     def _line_start(self, start: int) -> str:
         line = self._bytes[self._bytes.rfind(b"\n", 0, start) + 1 : start].decode()
@@ -156,7 +177,19 @@ class Source:
     def _without_newline(self, start: int, end: int) -> int:
         return start + len(self._bytes[start:end].rstrip())
 
+    def _check_in_block(self, statement: cst.CSTNode) -> None:
+        """An `elif` is part of the `if` before it: nothing can be put before it, or in its place."""
+        if not isinstance(self._parents[statement], (cst.IndentedBlock, cst.Module)):
+            raise AnchorNotFound(f"{self.path}: {self.code(statement)!r} as a statement of its own")
+
+    def _check_alone(self, statement: cst.CSTNode) -> None:
+        """Editing a whole line must not touch what else is on it."""
+        self._check_in_block(statement)
+        if isinstance(statement, cst.SimpleStatementLine) and len(statement.body) > 1:
+            raise AnchorNotFound(f"{self.path}: {self.code(statement)!r} as two lines, not one")
+
     def _siblings(self, statement: cst.CSTNode, direction: int) -> List[str]:
+        self._check_in_block(statement)
         body: Sequence[cst.CSTNode] = self._parents[statement].body
         place = next(number for number, other in enumerate(body) if other is statement)
         nodes = body[place + 1 :] if direction > 0 else body[:place]
@@ -180,4 +213,9 @@ def same_statements(statements: Sequence[str], text: str, at_end: bool = False) 
 
 
 def _tree(code: str) -> str:
-    return ast.dump(ast.parse(textwrap.dedent(code).strip()))
+    """The syntax tree, written down. An expression may lack the brackets that it has where it stands."""
+    code = textwrap.dedent(code).strip()
+    try:
+        return ast.dump(ast.parse(f"({code}\n)", mode="eval").body)
+    except SyntaxError:
+        return ast.dump(ast.parse(code))
