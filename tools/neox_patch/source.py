@@ -7,6 +7,7 @@ applying a change twice changes nothing.
 
 import ast
 import textwrap
+import warnings
 from dataclasses import dataclass
 from typing import List, Sequence, Tuple, Union
 
@@ -153,7 +154,9 @@ class Source:
             position = edit.end
         text = b"".join([*pieces, self._bytes[position:]]).decode()
         try:
-            compile(text, self.path, "exec", dont_inherit=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # those about GPT-NeoX's own code are not the user's business here
+                compile(text, self.path, "exec", dont_inherit=True)
         except SyntaxError as error:
             raise EditRefused(f"{self.path}: the edited file is not Python: {error}") from None
         return text
