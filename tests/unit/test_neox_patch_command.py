@@ -254,14 +254,25 @@ def test_on_a_terminal_the_diff_is_coloured(tmp_path):
     root = make_checkout(tmp_path)
     for options, coloured in (([], True), (["--no-color"], False)):
         mine, its = pty.openpty()
-        child = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, root, *options], stdout=its, stderr=subprocess.PIPE, cwd=record.PROJECT
-        )
+        child = start("-c", PROGRAM, root, *options, stdout=its)
         os.close(its)
         text = read_all(mine)
         child.communicate()
         os.close(mine)
         assert child.returncode == 0 and ("\x1b[32m" in text) == coloured and "head_dim: int = None" in text
+
+
+def start(*arguments, **options):
+    """Python, in the folder of this project."""
+    options = {"stderr": subprocess.PIPE, "text": True, "cwd": record.PROJECT, **options}
+    return subprocess.Popen([sys.executable, *arguments], **options)
+
+
+def finished(*arguments, **options):
+    """(exit status, standard output, standard error)"""
+    child = start(*arguments, **{"stdout": subprocess.PIPE, **options})
+    texts = child.communicate()
+    return (child.returncode, *texts)
 
 
 PROGRAM = """
@@ -292,27 +303,17 @@ def test_as_a_program_without_torch_and_with_a_reader_that_leaves(tmp_path):
     program = PROGRAM.replace("sys.exit(", "code = (") + "assert 'torch' not in sys.modules; sys.exit(code)"
     reader, writer = os.pipe()
     os.close(reader)
-    finished = subprocess.run(
-        [sys.executable, "-c", program, root], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=record.PROJECT
-    )
+    status, _, told = finished("-c", program, root, stdout=writer)
     os.close(writer)
-    assert finished.returncode == 0 and "Traceback" not in finished.stderr and "Next:" in finished.stderr
-    helped = subprocess.run(
-        [sys.executable, "-m", "tools.neox_patch", "--help"], capture_output=True, text=True, cwd=record.PROJECT
-    )
-    assert helped.returncode == 0 and "--revert" in helped.stdout
-    refusal = subprocess.run(
-        [sys.executable, "-m", "tools.neox_patch", tmp_path / "x"], capture_output=True, text=True, cwd=record.PROJECT
-    )
-    assert refusal.returncode == 2 and refusal.stderr.startswith("neox_patch: PATH=") and not refusal.stdout
+    assert status == 0 and "Traceback" not in told and "Next:" in told
+    status, out, _ = finished("-m", "tools.neox_patch", "--help")
+    assert status == 0 and "--revert" in out
+    refused(finished("-m", "tools.neox_patch", tmp_path / "x"), "PATH=")
 
 
 def test_without_libcst_it_says_what_to_install():
-    program = (
-        "import runpy, sys; sys.modules['libcst'] = None; runpy.run_module('tools.neox_patch', run_name='__main__')"
-    )
-    finished = subprocess.run([sys.executable, "-c", program, "x"], capture_output=True, text=True, cwd=record.PROJECT)
-    assert finished.returncode == 2 and "requirements/requirements-patch.txt" in finished.stderr
+    program = "import runpy, sys; sys.modules['libcst'] = None; runpy.run_module('tools.neox_patch', None, '__main__')"
+    refused(finished("-c", program, "x"), "requirements/requirements-patch.txt")
 
 
 def test_the_whole_patch_names_each_file_once():
