@@ -1,4 +1,4 @@
-"""configs/: the arguments in its page, written as its generator (configs/gen_docs.py) does, and a preset."""
+"""The page of arguments in configs/, written as its generator (configs/gen_docs.py) does, presets, and a test file."""
 
 import re
 
@@ -53,4 +53,5 @@ TEXTS = [TextChange(PATH, f"{field.name} in the page of arguments", _add_entry(f
 FILES = [
     added("configs/qwen3/0.6B.yml", "the widths of Qwen3-0.6B: 16 heads of 128 on a hidden size of 1024"),
     added("configs/qwen3/4B.yml", "the widths of Qwen3-4B: 32 heads of 128 on a hidden size of 2560"),
+    added("tests/unit/test_head_dim.py", "tests of all this, on a CPU: pytest tests/unit/test_head_dim.py"),
 ]
