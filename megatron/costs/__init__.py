@@ -1,8 +1,18 @@
 """What a model costs: parameters, floating-point operations, KV-cache bytes and memory, all from the geometry."""
 
 from megatron.costs.cache import kv_cache_bytes, kv_cache_bytes_per_token
-from megatron.costs.flops import flops_per_token
-from megatron.costs.parameters import num_parameters
+from megatron.costs.flops import decode_flops, flops_per_token, forward_flops, keys_per_query
+from megatron.costs.parameters import num_parameters, parameter_parts
 from megatron.costs.table import geometry_table
 
-__all__ = ["flops_per_token", "geometry_table", "kv_cache_bytes", "kv_cache_bytes_per_token", "num_parameters"]
+__all__ = [
+    "decode_flops",
+    "flops_per_token",
+    "forward_flops",
+    "geometry_table",
+    "keys_per_query",
+    "kv_cache_bytes",
+    "kv_cache_bytes_per_token",
+    "num_parameters",
+    "parameter_parts",
+]

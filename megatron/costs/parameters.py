@@ -1,6 +1,6 @@
 """Trainable parameters, for the whole model however it is split over ranks."""
 
-from typing import List
+from typing import Dict, List
 
 _NORM_VECTORS = {"layernorm": 2, "rmsnorm": 1, "non_parametric_layernorm": 0, "te_layernorm": 2, "te_rmsnorm": 1}
 """Parameter vectors of each norm; scalenorm has a single number instead."""
@@ -8,40 +8,58 @@ _NORM_VECTORS = {"layernorm": 2, "rmsnorm": 1, "non_parametric_layernorm": 0, "t
 
 def num_parameters(neox_args) -> int:
     """Trainable parameters; a tied output layer counts once. Equals the sum of numel over the built model."""
-    layers = sum(_layer_parameters(neox_args, number) for number in range(neox_args.num_layers))
-    hidden = neox_args.hidden_size
-    embedding = neox_args.padded_vocab_size * hidden
-    total = layers + embedding + _norm_parameters(neox_args, hidden)
-    if neox_args.no_weight_tying:
-        total += embedding
-    if neox_args.use_bias_in_output_layer:
-        total += neox_args.padded_vocab_size
+    return sum(parameter_parts(neox_args).values())
+
+
+def parameter_parts(neox_args) -> Dict[str, int]:
+    """Parameters by part: embedding, positions (learned, or rpe's biases), attention, mlp, norms, head.
+
+    attention and mlp include biases; norms are those of the residual stream, of queries and keys, and the last one.
+    A tied head is part of the embedding.
+    """
+    hidden, rows = neox_args.hidden_size, neox_args.padded_vocab_size
+    layers = range(neox_args.num_layers)
+    head = rows * hidden if neox_args.no_weight_tying else 0
+    return {
+        "embedding": rows * hidden,
+        "positions": _position_parameters(neox_args),
+        "attention": sum(_attention_parameters(neox_args, number) for number in layers),
+        "mlp": sum(_mlp_parameters(neox_args, number) for number in layers),
+        "norms": sum(_layer_norm_parameters(neox_args, number) for number in layers)
+        + _norm_parameters(neox_args, hidden),
+        "head": head + (rows if neox_args.use_bias_in_output_layer else 0),
+    }
+
+
+def _position_parameters(neox_args) -> int:
     if neox_args.pos_emb == "learned":
-        total += neox_args.max_position_embeddings * hidden
+        return neox_args.max_position_embeddings * neox_args.hidden_size
     if neox_args.pos_emb == "rpe":  # one bias, shared by all layers
-        total += neox_args.rpe_num_buckets * neox_args.head_geometry().num_attention_heads
-    return total
+        return neox_args.rpe_num_buckets * neox_args.head_geometry().num_attention_heads
+    return 0
 
 
-def layer_matrices(neox_args, number: int) -> int:
-    """Parameters of one layer that multiply activations."""
-    geometry, mlp = neox_args.head_geometry(number), neox_args.mlp_geometry(number)
-    attention = geometry.hidden_size * (geometry.qkv_hidden_size + geometry.query_hidden_size)
-    return attention + mlp.hidden_size * (mlp.linear1_width + mlp.ffn_hidden_size)
-
-
-def _layer_parameters(neox_args, number: int) -> int:
-    geometry, mlp = neox_args.head_geometry(number), neox_args.mlp_geometry(number)
-    total = layer_matrices(neox_args, number) + _layer_norms(neox_args) * _norm_parameters(
-        neox_args, geometry.hidden_size
-    )
+def _attention_parameters(neox_args, number: int) -> int:
+    geometry = neox_args.head_geometry(number)
+    total = geometry.hidden_size * (geometry.qkv_hidden_size + geometry.query_hidden_size)
     if neox_args.qkv_has_bias:
         total += geometry.qkv_hidden_size
     if neox_args.use_bias_in_attn_linear:
         total += geometry.hidden_size
-    if neox_args.use_bias_in_mlp:
-        total += mlp.linear1_width + mlp.hidden_size
-    return total + sum(_norm_parameters(neox_args, width) for width in _qk_norm_widths(neox_args, number))
+    return total
+
+
+def _mlp_parameters(neox_args, number: int) -> int:
+    mlp = neox_args.mlp_geometry(number)
+    biases = mlp.linear1_width + mlp.hidden_size if neox_args.use_bias_in_mlp else 0
+    return mlp.hidden_size * (mlp.linear1_width + mlp.ffn_hidden_size) + biases
+
+
+def _layer_norm_parameters(neox_args, number: int) -> int:
+    norms = 4 if neox_args.norm_placement == "sandwich" else 2
+    return norms * _norm_parameters(neox_args, neox_args.hidden_size) + sum(
+        _norm_parameters(neox_args, width) for width in _qk_norm_widths(neox_args, number)
+    )
 
 
 def _qk_norm_widths(neox_args, number: int) -> List[int]:
@@ -53,11 +71,6 @@ def _qk_norm_widths(neox_args, number: int) -> List[int]:
         "full_width": [geometry.query_hidden_size, geometry.kv_hidden_size],
     }
     return widths.get(neox_args.layer_attention(number).qk_norm, [])
-
-
-def _layer_norms(neox_args) -> int:
-    """Norms over the residual stream in one layer, one inside the MLP included."""
-    return 4 if neox_args.norm_placement == "sandwich" else 2
 
 
 def _norm_parameters(neox_args, width: int) -> int:

@@ -1,7 +1,6 @@
-"""Counts against the built model; FLOPs and cache bytes against reference numbers and the cache itself."""
+"""Parameters against the built model, cache bytes against reference numbers and the cache itself."""
 
 import pytest
-import torch
 
 from megatron import costs
 from megatron.model.attention.cache import KVCache
@@ -34,41 +33,25 @@ def test_parameters_are_those_of_the_built_model(geometry):
         assert costs.num_parameters(args) == built, name
 
 
-@pytest.mark.parametrize("geometry", ALL)
-def test_matrices_by_counting_the_flops_of_a_forward_pass(geometry):
-    """torch's own counter on the eager kernel: forward is a third of forward and backward."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    args = tiny_args(**ALL[geometry], **LLAMA, attention_config=[[["global"], 2]])
-    model = build_model(args)
-    tokens = torch.zeros(2, args.seq_length, dtype=torch.int64)
-    positions = torch.arange(args.seq_length).expand(2, -1)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model((tokens, positions))
-    assert counter.get_total_flops() * 3 == costs.flops_per_token(args) * tokens.numel()
-
-
 REFERENCE = {
-    "Qwen3-0.6B": (28, 1024, 16, 8, 128, 3072, 151936, 4096, 6.394, 114688),
-    "Qwen3-0.6B long": (28, 1024, 16, 8, 128, 3072, 151936, 32768, 26.124, 114688),
-    "Qwen3-4B": (36, 2560, 32, 8, 128, 9728, 151936, 4096, 31.381, 147456),
-    "Qwen3-32B": (64, 5120, 64, 8, 128, 25600, 151936, 4096, 217.671, 262144),
-    "Mistral-Nemo": (40, 5120, 32, 8, 128, 14336, 131072, 4096, 77.511, 163840),
-    "Gemma-7B": (28, 3072, 16, 16, 256, 24576, 256000, 4096, 56.862, 458752),
-    "Gemma-3-27B": (62, 5376, 32, 16, 128, 21504, 262208, 4096, 174.530, 507904),
-    "Llama-3.1-8B": (32, 4096, 32, 8, 128, 14336, 128256, 4096, 51.470, 131072),
+    "Qwen3-0.6B": (28, 1024, 16, 8, 128, 114688),
+    "Qwen3-4B": (36, 2560, 32, 8, 128, 147456),
+    "Qwen3-32B": (64, 5120, 64, 8, 128, 262144),
+    "Mistral-Nemo": (40, 5120, 32, 8, 128, 163840),
+    "Gemma-7B": (28, 3072, 16, 16, 256, 458752),
+    "Gemma-3-27B": (62, 5376, 32, 16, 128, 507904),
+    "Llama-3.1-8B": (32, 4096, 32, 8, 128, 131072),
 }
-"""layers, hidden, heads, kv heads, head_dim, MLP width, vocabulary, sequence; GFLOP per token, bf16 cache bytes."""
+"""layers, hidden, heads, kv heads, head_dim; bytes of a token in a bf16 cache."""
 
 
 @pytest.mark.parametrize("name", REFERENCE)
-def test_known_models(name):
-    layers, hidden, heads, kv_heads, head_dim, ffn, vocab, seq_length, gflops, cache_bytes = REFERENCE[name]
+def test_cache_of_known_models(name):
+    layers, hidden, heads, kv_heads, head_dim, cache_bytes = REFERENCE[name]
     args = tiny_args(
         **LLAMA, num_layers=layers, hidden_size=hidden, num_attention_heads=heads, num_kv_heads=kv_heads,
-        head_dim=head_dim, ffn_hidden_size=ffn, padded_vocab_size=vocab, precision="bfloat16",
+        head_dim=head_dim, precision="bfloat16",
     )  # fmt: skip
-    assert costs.flops_per_token(args, seq_length) / 1e9 == pytest.approx(gflops, abs=6e-4)
     assert costs.kv_cache_bytes_per_token(args) == cache_bytes
 
 
