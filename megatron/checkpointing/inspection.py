@@ -45,7 +45,7 @@ def tensors(reader: CheckpointReader) -> Iterator[TensorRow]:
     """Every weight, by layer and name; ranks that hold the same shape and dtype share a row."""
     ranks = range(reader.model_parallel_size)
     for layer in reader.layer_indices():
-        states = [reader.layer_state(layer, rank) for rank in ranks]
+        states = [reader.layer_shapes(layer, rank) for rank in ranks]
         for name in dict.fromkeys(name for state in states for name in state):
             found: Dict[tuple, List[int]] = {}
             for rank in ranks:

@@ -9,7 +9,7 @@ The causal mask and the value put in its place, which were once kept with the we
 
 import io
 import re
-from typing import Any, Dict, Iterable
+from typing import Any, Collection, Dict, Iterable, List, Mapping
 
 import torch
 
@@ -25,7 +25,7 @@ _EXTRA_STATE = re.compile(r"(?:.*\.)?_extra_state")
 State = Dict[str, torch.Tensor]
 
 
-def current_names(state: State) -> State:
+def current_names(state: Mapping[str, Any]) -> State:
     """The same weights under today's names; names may have a prefix such as `sequential.2.`.
 
     One branch of a gated MLP without the other keeps its name, for a comparison with the model to report.
@@ -37,17 +37,21 @@ def current_names(state: State) -> State:
             continue
         if is_extra_state(name) and isinstance(tensor, io.BytesIO):
             tensor = _tensor_of_bytes(tensor)
-        today = _OLD_NAME.sub(lambda match: _RENAMED[match.group(1)], name)
+        today = _name_today(name, state)
         branch = _BRANCH.fullmatch(name)
         if branch and _other_branch(branch) in state:
             if branch.group(2) == "1":
                 continue
-            today = f"{branch.group(1)}mlp.linear1.{branch.group(3)}"
             tensor = torch.cat([tensor, state[_other_branch(branch)]])  # [up; gate]: [2f, h]
         if today in renamed:
             raise CheckpointError(f"the checkpoint holds {today} twice, under an older name ({name}) too")
         renamed[today] = tensor
     return renamed
+
+
+def names_before(today: str, names: Collection[str]) -> List[str]:
+    """Those of the saved names that `current_names` makes the tensor `today` of."""
+    return [name for name in names if _name_today(name, names) == today and not _MASK.fullmatch(name)]
 
 
 def stacks_branches(names: Iterable[str]) -> bool:
@@ -92,6 +96,13 @@ def _tensor_of_bytes(file: io.BytesIO) -> torch.Tensor:
 def _for_model(state: State, keep_frequencies: bool) -> State:
     today = current_names(state)
     return today if keep_frequencies else {name: value for name, value in today.items() if not is_unused_buffer(name)}
+
+
+def _name_today(name: str, names: Collection[str]) -> str:
+    branch = _BRANCH.fullmatch(name)
+    if branch and _other_branch(branch) in names:
+        return f"{branch.group(1)}mlp.linear1.{branch.group(3)}"
+    return _OLD_NAME.sub(lambda match: _RENAMED[match.group(1)], name)
 
 
 def _other_branch(branch: re.Match) -> str:

@@ -128,7 +128,7 @@ def vocabulary_rows(reader: CheckpointReader) -> int:
     """
     rows = 0
     for rank in range(reader.model_parallel_size):
-        table = reader.layer_state(0, rank).get("word_embeddings.weight")
+        table = reader.layer_shapes(0, rank).get("word_embeddings.weight")
         if table is None:
             raise CheckpointError(f"{reader.folder} has no word_embeddings.weight in layer 0 of rank {rank}")
         rows += table.shape[0]

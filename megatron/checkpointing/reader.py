@@ -10,14 +10,14 @@ Names of older versions become today's here, so that nothing else has to know th
 
 import os
 import re
-from typing import Any, Dict, Iterable, List, Optional
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Set, Tuple
 
 import torch
 
-from megatron.checkpointing.legacy import current_names, is_saved_tensor, stacks_branches
-from megatron.checkpointing.safe_load import load_file, verify_file
+from megatron.checkpointing.legacy import current_names, is_saved_tensor, names_before, stacks_branches
+from megatron.checkpointing.safe_load import Checksums, load_file, verify_file
 from megatron.checkpointing.stamp import checkpoint_config, read_stamp
-from megatron.checkpointing.zero3 import join_partitions, model_states_path
+from megatron.checkpointing.zero3 import PartitionedWeights, model_states_path
 from megatron.errors import CheckpointError
 
 _LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
@@ -42,7 +42,11 @@ class CheckpointReader:
         pattern = _PARTITIONED_FILE if self.is_partitioned else _RANK_FILE
         self._mp_ranks = {int(rank) for (rank,) in _matches(pattern, names)}
         self._rank_states: Dict[int, Dict[str, Any]] = {}
-        self._layers_of_rank: Dict[int, Dict[int, LayerState]] = {}
+        self._last_layers: Dict[int, Tuple[int, LayerState]] = {}
+        self._modules: Dict[int, Mapping[str, torch.Tensor]] = {}
+        self._names: Dict[int, Dict[int, Dict[str, str]]] = {}
+        self._checksums: Dict[int, Checksums] = {}
+        self._checked: Set[Tuple[int, str]] = set()
         self._check_complete()
 
     @property
@@ -64,22 +68,38 @@ class CheckpointReader:
         """The layers that have weights, ascending."""
         if self.is_layered:
             return sorted(index for index, tp in self._layer_files if tp == tp_rank)
-        return sorted(self._sequential_layers(tp_rank))
+        return sorted(self._names_by_layer(tp_rank))
 
     def layer_state(self, index: int, tp_rank: int = 0) -> LayerState:
         """{name: tensor} of one layer on one tensor-parallel rank; {} for a layer without weights."""
         return current_names(self._saved_layer(index, tp_rank))
+
+    def layer_shapes(self, index: int, tp_rank: int = 0) -> LayerState:
+        """As layer_state, for names, shapes and dtypes only: what would have to be joined is on the meta device."""
+        saved = self._saved_layer(index, tp_rank)
+        return current_names(saved.on_meta() if isinstance(saved, _Layer) else saved)
+
+    def tensor(self, index: int, name: str, tp_rank: int = 0) -> torch.Tensor:
+        """One tensor of layer_state; the others are not read. Raises KeyError."""
+        saved = self._saved_layer(index, tp_rank)
+        return current_names({each: saved[each] for each in names_before(name, set(saved))})[name]
 
     @property
     def stacks_branches(self) -> bool:
         """Whether tensors that were saved apart (mlp.w1 and w3) are read as one."""
         return any(stacks_branches(self._saved_layer(index, 0)) for index in self.layer_indices()[:2])
 
-    def _saved_layer(self, index: int, tp_rank: int) -> LayerState:
+    def _saved_layer(self, index: int, tp_rank: int) -> Mapping[str, torch.Tensor]:
         if not self.is_layered:
-            return self._sequential_layers(tp_rank).get(index, {})
+            return _Layer(self._module(tp_rank), self._names_by_layer(tp_rank).get(index, {}))
         if (index, tp_rank) not in self._layer_files:
             return {}
+        last = self._last_layers.get(tp_rank)
+        if last is None or last[0] != index:
+            last = self._last_layers[tp_rank] = (index, self._load_layer(index, tp_rank))
+        return last[1]
+
+    def _load_layer(self, index: int, tp_rank: int) -> LayerState:
         path = os.path.join(self.folder, layer_file(index, tp_rank))
         state = load_file(path, mmap=True)
         if not isinstance(state, dict) or not all(is_saved_tensor(name, value) for name, value in state.items()):
@@ -92,13 +112,14 @@ class CheckpointReader:
 
     def rank_state(self, mp_rank: int = 0) -> Dict[str, Any]:
         """Everything in one `mp_rank` file: DeepSpeed's state, `iteration`, `args`, random states."""
-        if mp_rank not in self._rank_states:
+        state = self._rank_states.get(mp_rank)  # once: another thread may release it
+        if state is None:
             path = self._rank_path(mp_rank)
             state = load_file(path, mmap=True)
             if not isinstance(state, dict):
                 raise CheckpointError(f"{path} holds a {type(state).__name__}, not a checkpoint")
             self._rank_states[mp_rank] = state
-        return self._rank_states[mp_rank]
+        return state
 
     @property
     def iteration(self) -> Optional[int]:
@@ -120,6 +141,30 @@ class CheckpointReader:
         for name in names:
             verify_file(os.path.join(self.folder, name))
 
+    def verify_layer(self, index: int) -> None:
+        """Hold one layer of all ranks against its checksums. Raises CheckpointError.
+
+        ZeRO stage 3 has none for a layer: all of its files are read for the first one.
+        """
+        for rank in range(self.model_parallel_size):
+            if self.is_layered or (self.is_partitioned and index == self.layer_indices()[0]):
+                self.verify(rank, [index])
+            elif not self.is_partitioned:
+                self._verify_tensors(rank, self._names_by_layer(rank).get(index, {}).values())
+
+    def _verify_tensors(self, tp_rank: int, names: Iterable[str]) -> None:
+        module = self._module(tp_rank)
+        if tp_rank not in self._checksums:
+            self._checksums[tp_rank] = Checksums(self._rank_path(tp_rank))
+        for name in names:
+            if (tp_rank, name) not in self._checked and isinstance(module[name], torch.Tensor):
+                self._checksums[tp_rank].check(name, module[name])
+                self._checked.update((tp_rank, other) for other in _in_same_memory(module, name))
+
+    def release(self) -> None:
+        """Give back the memory of file pages that were read: files are opened anew when they are needed."""
+        self._rank_states, self._modules, self._last_layers = {}, {}, {}
+
     def stamp(self) -> Optional[Dict[str, Any]]:
         """The head-geometry record, or None."""
         return read_stamp(self.folder)
@@ -133,27 +178,30 @@ class CheckpointReader:
             return model_states_path(self.folder, 0, mp_rank)
         return os.path.join(self.folder, f"mp_rank_{mp_rank:02d}_model_states.pt")
 
-    def _sequential_layers(self, tp_rank: int) -> Dict[int, LayerState]:
-        if tp_rank not in self._layers_of_rank:
-            self._layers_of_rank[tp_rank] = self._by_layer(tp_rank, self._module(tp_rank))
-        return self._layers_of_rank[tp_rank]
+    def _names_by_layer(self, tp_rank: int) -> Dict[int, Dict[str, str]]:
+        """{layer: {name: the name in the file}} of files with more than one layer."""
+        if tp_rank not in self._names:
+            layers: Dict[int, Dict[str, str]] = {}
+            for name in self._module(tp_rank):
+                match = _SEQUENTIAL_NAME.fullmatch(name)
+                if match is None:
+                    raise CheckpointError(f"{self._rank_path(tp_rank)}: {name} is not named sequential.<layer>.<name>")
+                layers.setdefault(int(match.group(1)), {})[match.group(2)] = name
+            self._names[tp_rank] = layers
+        return self._names[tp_rank]
 
-    def _module(self, tp_rank: int) -> LayerState:
-        if self.is_partitioned:
-            return join_partitions(self.folder, tp_rank)
+    def _module(self, tp_rank: int) -> Mapping[str, torch.Tensor]:
+        module = self._modules.get(tp_rank)  # once: another thread may release it
+        if module is None:
+            module = PartitionedWeights(self.folder, tp_rank) if self.is_partitioned else self._saved_module(tp_rank)
+            self._modules[tp_rank] = module
+        return module
+
+    def _saved_module(self, tp_rank: int) -> LayerState:
         module = self.rank_state(tp_rank).get("module")
         if not isinstance(module, dict):
             raise CheckpointError(f"{self._rank_path(tp_rank)} holds no weights, and there are no layer files")
         return module
-
-    def _by_layer(self, tp_rank: int, module: LayerState) -> Dict[int, LayerState]:
-        layers: Dict[int, LayerState] = {}
-        for name, tensor in module.items():
-            match = _SEQUENTIAL_NAME.fullmatch(name)
-            if match is None:
-                raise CheckpointError(f"{self._rank_path(tp_rank)}: {name} is not named sequential.<layer>.<name>")
-            layers.setdefault(int(match.group(1)), {})[match.group(2)] = tensor
-        return layers
 
     def _check_complete(self) -> None:
         if not self._layer_files and not self._mp_ranks:
@@ -167,6 +215,38 @@ class CheckpointReader:
         missing += [os.path.basename(self._rank_path(rank)) for rank in gaps]
         if missing:
             raise CheckpointError(f"{self.folder} is not complete; missing: {', '.join(missing)}")
+
+
+class _Layer(Mapping[str, torch.Tensor]):
+    """One layer of a module with several; a tensor is taken out of the module when it is asked for."""
+
+    def __init__(self, module: Mapping[str, torch.Tensor], names: Mapping[str, str]):
+        self._module = module
+        self._names = names
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._module[self._names[name]]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def on_meta(self) -> LayerState:
+        """Shapes and dtypes, without joining anything."""
+        shape_of = getattr(self._module, "on_meta", self._module.__getitem__)
+        return {name: shape_of(saved) for name, saved in self._names.items()}
+
+
+def _in_same_memory(module: Mapping[str, torch.Tensor], name: str) -> List[str]:
+    """The names of all tensors whose memory is the same piece of the file."""
+    tensors = {other: value for other, value in module.items() if isinstance(value, torch.Tensor)}
+    place = module[name].untyped_storage().data_ptr()
+    return [other for other, value in tensors.items() if value.untyped_storage().data_ptr() == place]
 
 
 def layer_file(index: int, tp_rank: int) -> str:

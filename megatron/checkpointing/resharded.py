@@ -43,7 +43,7 @@ class FromCheckpoint:
     def nbytes(self) -> int:
         """About what will be written: the checkpoint's own tensors."""
         ranks = range(self.reader.model_parallel_size)
-        states = (self.reader.layer_state(index, rank) for index in self.layer_indices() for rank in ranks)
+        states = (self.reader.layer_shapes(index, rank) for index in self.layer_indices() for rank in ranks)
         return sum(tensor.nbytes for state in states for tensor in state.values())
 
     def records(self, mp_rank: int) -> Dict[str, Any]:
@@ -53,9 +53,8 @@ class FromCheckpoint:
         return {} if source is None else self.reader.rank_state(source)
 
     def verify_layer(self, index: int) -> None:
-        """The files of one layer; those with more than one layer before their first. Raises CheckpointError."""
-        if self.reader.is_layered or index == self.layer_indices()[0]:
-            self.verify(0, [index])
+        """As CheckpointReader.verify_layer."""
+        self.reader.verify_layer(index)
 
     def verify(self, tp_rank: int, layers: Iterable[int]) -> None:
         """As CheckpointReader.verify, for every rank's files of these layers."""
@@ -106,15 +105,16 @@ class ReshardedReader(FromCheckpoint):
             self._joined_index = index
         return self._joined
 
+    def whole_tensor(self, index: int, name: str) -> torch.Tensor:
+        """One tensor of whole_layer; the others are not read, and nothing is kept."""
+        ranks = range(self.reader.model_parallel_size)
+        whole = self._shards.join(index, name, [self.reader.tensor(index, name, rank) for rank in ranks])
+        if not VOCABULARY.fullmatch(name):
+            return whole
+        return resize_vocabulary(whole, self.vocabulary_rows, self._vocab_size, f"layer {index} {name}")
+
     def _join(self, index: int) -> LayerState:
-        states = [self.reader.layer_state(index, rank) for rank in range(self.reader.model_parallel_size)]
+        states = [self.reader.layer_shapes(index, rank) for rank in range(self.reader.model_parallel_size)]
         if any(set(state) != set(states[0]) for state in states):
             raise CheckpointError(f"{self.folder}: layer {index} has other names on one rank than on another")
-        whole = {name: self._shards.join(index, name, [state[name] for state in states]) for name in states[0]}
-        for name in filter(VOCABULARY.fullmatch, whole):
-            whole[name] = self._resized(index, name, whole[name])
-        return whole
-
-    def _resized(self, index: int, name: str, table: torch.Tensor) -> torch.Tensor:
-        where = f"layer {index} {name}"
-        return resize_vocabulary(table, self.vocabulary_rows, self._vocab_size, where)
+        return {name: self.whole_tensor(index, name) for name in states[0]}

@@ -9,8 +9,9 @@ import io
 import os
 import pickle
 import zipfile
+import zlib
 from functools import cache
-from typing import Any, List
+from typing import Any, List, Optional, Set, Tuple
 
 import numpy as np
 import torch
@@ -63,6 +64,40 @@ def verify_file(path: str) -> None:
         raise CheckpointError(_damaged(path, error)) from None
     if changed is not None:
         raise CheckpointError(_damaged(path, f"{changed} does not have its checksum"))
+
+
+class Checksums:
+    """The checksums in a `.pt` file, to hold tensors of it against as they are used, and not the whole file at once.
+
+    Raises CheckpointError if what the file says of its tensors is damaged. Files in torch's oldest format have none.
+    """
+
+    def __init__(self, path: str):
+        self._path = path
+        self._known: Optional[Set[Tuple[int, int]]] = None
+        if not zipfile.is_zipfile(path):
+            return
+        try:
+            with zipfile.ZipFile(path) as archive:
+                records = archive.infolist()
+                for record in records:
+                    if "/data/" not in record.filename:
+                        archive.read(record)  # compares it with its checksum
+        except (zipfile.BadZipFile, OSError) as error:
+            raise CheckpointError(_damaged(path, error)) from None
+        self._known = {(record.file_size, record.CRC) for record in records}
+
+    def check(self, name: str, tensor: torch.Tensor) -> None:
+        """Raises CheckpointError if the memory that a tensor is in, or a part of, is not as it was saved.
+
+        That is looked for by its size and checksum, because loading does not tell where in the file a tensor was.
+        """
+        if self._known is None:
+            return
+        storage = tensor.untyped_storage()
+        contents = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        if (storage.nbytes(), zlib.crc32(contents)) not in self._known:
+            raise CheckpointError(_damaged(self._path, f"{name} does not have its checksum"))
 
 
 def save_file(contents: Any, path: str, zipped: bool = True) -> None:

@@ -86,7 +86,7 @@ def saved_settings(reader: CheckpointReader, values: Mapping[str, Any]) -> Setti
     Of the linear layers they do not; the config kept in it does, and without one `values`. Which kind of norm it is
     (layernorm, rmsnorm) is taken from values. Raises CheckpointError if a part is mixed.
     """
-    form = form_of(name for index in reader.layer_indices() for name in reader.layer_state(index))
+    form = form_of(name for index in reader.layer_indices() for name in reader.layer_shapes(index))
     kept = reader.config() or values
     norm = wanted_settings(values)["norm"].removeprefix("te_")
     return {

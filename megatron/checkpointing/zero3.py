@@ -1,7 +1,7 @@
 """Whole weights out of a ZeRO stage 3 checkpoint, where every data-parallel rank wrote its piece of each tensor."""
 
 import os
-from typing import Dict, List
+from typing import Dict, Iterator, List, Mapping, NamedTuple
 
 import torch
 
@@ -9,27 +9,56 @@ from megatron.checkpointing.safe_load import load_file
 from megatron.errors import CheckpointError
 
 
-def join_partitions(folder: str, mp_rank: int) -> Dict[str, torch.Tensor]:
-    """{name: fp32 tensor} of one model-parallel rank.
+class _Place(NamedTuple):
+    """Where a parameter is: [start, start + share) of every rank's numbers."""
+
+    shape: torch.Size
+    start: int
+    share: int
+
+
+class PartitionedWeights(Mapping[str, torch.Tensor]):
+    """{name: fp32 tensor} of one model-parallel rank. A tensor is joined when it is asked for, and not kept.
 
     DeepSpeed lays the parameters out one after the other in the order of `param_shapes`; each rank holds
     ceil(numel / ranks) numbers of every one of them, the last rank's piece padded.
     Raises CheckpointError if pieces are missing or too short.
     """
-    first = load_file(model_states_path(folder, 0, mp_rank))
-    pieces = [_pieces(folder, rank, mp_rank) for rank in range(first["dp_world_size"])]
-    joined: Dict[str, torch.Tensor] = {}
-    offset = 0
-    for name, shape in (item for group in first["param_shapes"] for item in group.items()):
-        share = -(-shape.numel() // len(pieces))
-        parts = [piece[offset : offset + share] for piece in pieces]
-        if any(part.numel() != share for part in parts):
-            raise CheckpointError(f"{folder}: the optimizer files end within {name}; they are not of this model")
-        joined[name] = torch.cat(parts)[: shape.numel()].view(shape)
-        offset += share
-    joined.update({name: first["module"][name] for name in first["buffer_names"]})
-    joined.update({alias: joined[name] for alias, name in (first.get("shared_params") or {}).items()})
-    return joined
+
+    def __init__(self, folder: str, mp_rank: int):
+        first = load_file(model_states_path(folder, 0, mp_rank), mmap=True)
+        ranks = range(first["dp_world_size"])
+        self._numbers = [_numbers(folder, rank, mp_rank) for rank in ranks]
+        self._places: Dict[str, _Place] = {}
+        offset = 0
+        for name, shape in (item for group in first["param_shapes"] for item in group.items()):
+            self._places[name] = _Place(shape, offset, -(-shape.numel() // len(ranks)))
+            offset += self._places[name].share
+            if any(sum(group.numel() for group in groups) < offset for groups in self._numbers):
+                raise CheckpointError(f"{folder}: the optimizer files end within {name}; they are not of this model")
+        self._buffers = {name: first["module"][name] for name in first["buffer_names"]}
+        self._aliases = dict(first.get("shared_params") or {})
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        name = self._aliases.get(name, name)
+        if name in self._buffers:
+            return self._buffers[name]
+        shape, start, share = self._places[name]
+        parts = [part for groups in self._numbers for part in _span(groups, start, start + share)]
+        return torch.cat(parts)[: shape.numel()].view(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*self._places, *self._buffers, *self._aliases]))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def on_meta(self, name: str) -> torch.Tensor:
+        """A tensor's shape and dtype; nothing is read."""
+        name = self._aliases.get(name, name)
+        if name in self._buffers:
+            return self._buffers[name]
+        return torch.empty(self._places[name].shape, dtype=self._numbers[0][0].dtype, device="meta")
 
 
 def model_states_path(folder: str, dp_rank: int, mp_rank: int) -> str:
@@ -37,9 +66,21 @@ def model_states_path(folder: str, dp_rank: int, mp_rank: int) -> str:
     return os.path.join(folder, f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_model_states.pt")
 
 
-def _pieces(folder: str, dp_rank: int, mp_rank: int) -> torch.Tensor:
+def _numbers(folder: str, dp_rank: int, mp_rank: int) -> List[torch.Tensor]:
+    """All that a rank holds, in one flat tensor for each group of parameters; on the disk until it is used."""
     name = f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
     candidates = [os.path.join(folder, prefix + name) for prefix in ("", "bf16_")]
     path = next((path for path in candidates if os.path.isfile(path)), candidates[0])
-    groups: List[torch.Tensor] = load_file(path, mmap=True)["optimizer_state_dict"]["fp32_flat_groups"]
-    return torch.cat([group.flatten() for group in groups])
+    groups = load_file(path, mmap=True)["optimizer_state_dict"]["fp32_flat_groups"]
+    return [group.flatten() for group in groups]
+
+
+def _span(groups: List[torch.Tensor], start: int, end: int) -> List[torch.Tensor]:
+    """The numbers [start, end), counted through all groups."""
+    parts = []
+    for group in groups:
+        size = group.numel()
+        if start < size and end > 0:
+            parts.append(group[max(start, 0) : end])
+        start, end = start - size, end - size
+    return parts

@@ -88,7 +88,7 @@ def plan_export(
 
 def _check_native(reader: CheckpointReader) -> None:
     """Raises ConversionError for weights of Transformer Engine's modules, which have other names and rows."""
-    form = form_of(name for index in reader.layer_indices() for name in reader.layer_state(index))
+    form = form_of(name for index in reader.layer_indices() for name in reader.layer_shapes(index))
     parts = [part for part, is_te in form._asdict().items() if is_te]
     if parts:
         raise ConversionError(
@@ -163,6 +163,7 @@ def write_export(
                 parts = line.operation.split(plan.source.read(line), line.widths)
                 for name, part in zip(line.theirs, parts, strict=True):
                     bar.update(writer.write(name, converted(part, plan.dtypes[line], name)))
+            plan.source.release()
         write_json(os.path.join(unfinished, side_files.CONFIG), plan.config)
         write_json(os.path.join(unfinished, side_files.GENERATION_CONFIG), _generation_config(plan))
         if tokenizer:

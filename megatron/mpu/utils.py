@@ -54,7 +54,7 @@ def unshard(shards: List[torch.Tensor], dim: int, groups: Optional[List[int]] = 
     """Inverse of `shard`: the master tensor from the shares of all ranks, in rank order."""
     groups = groups or [sum(piece.shape[dim] for piece in shards)]
     by_rank = [torch.split(piece, share_sizes(groups, rank, len(shards)), dim) for rank, piece in enumerate(shards)]
-    return torch.cat([torch.cat(pieces, dim) for pieces in zip(*by_rank, strict=True)], dim)
+    return torch.cat([piece for pieces in zip(*by_rank, strict=True) for piece in pieces], dim)
 
 
 def share_sizes(groups: List[int], rank: int, world_size: int) -> List[int]:
