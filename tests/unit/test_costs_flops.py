@@ -70,7 +70,9 @@ def test_a_window_counts_in_its_layers_only():
     assert costs.forward_flops(args, 64)["scores"] == 2 * 144 * 2 * (64 + 10)
     assert costs.forward_flops(args, 64, windows=False)["scores"] == 2 * 144 * 4 * 64
     assert costs.forward_flops(args, 64, causal=True, windows=False)["values"] == 2 * 144 * 4 * 65 / 2
-    assert costs.decode_flops(args, 63) - costs.decode_flops(args, 8) == 4 * 144 * (2 * (64 - 9) + 2 * (10 - 9))
+    matrices = sum(costs.forward_flops(args, 1)[part] for part in ("qkv", "output", "mlp", "head"))
+    assert costs.decode_flops(args, 63) == matrices + 4 * 144 * (2 * 64 + 2 * 10)
+    assert costs.decode_flops(args, 8) == matrices + 4 * 144 * 4 * 9
 
 
 def test_generating_token_by_token_costs_the_causal_half():
