@@ -95,7 +95,7 @@ def test_the_tree_may_not_be_dirty(tmp_path, run):
 
 
 def test_staged_changes_are_dirty_and_other_repositories_are_not_asked(tmp_path, run, monkeypatch):
-    root, other = make_checkout(tmp_path / "a"), make_checkout(tmp_path / "b")
+    root, other = make_checkout(tmp_path / "a"), make_checkout(tmp_path / "b", {**BEFORE, ENTRY: "# mine\n"})
     monkeypatch.setenv("GIT_DIR", str(other / ".git"))
     monkeypatch.chdir(other)
     (root / ENTRY).write_text("# mine\n")

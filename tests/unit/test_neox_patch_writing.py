@@ -28,6 +28,11 @@ from tools.neox_patch.plan import make_plan
 CALLS = ("replace", "unlink", "rmdir", "open", "fsync", "mkdir")
 
 
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
 def write(root):
     writing.write(root, make_plan(root, small_patch()))
 
@@ -76,6 +81,10 @@ def test_written_and_taken_back(tmp_path):
     assert revert(root) == []
     (root / "megatron/model/__pycache__").rmdir()
     assert snapshot(root) == before
+
+
+def files_of(root):
+    return {path: text for path, text in texts_of(root).items() if not path.endswith(".head_dim_patch")}
 
 
 def with_error_at(monkeypatch, number, action, root):
@@ -167,14 +176,14 @@ def test_after_a_kill_at_any_moment_the_next_run_puts_all_back(tmp_path, monkeyp
         if not os.WIFSIGNALED(status):
             break
         if record.load(root) is not None:
-            if what == "write":
-                assert writing.is_interrupted(record.load(root)) or texts_of(root) == patched()
+            assert writing.is_interrupted(record.load(root)) or files_of(root) == patched()
             revert(root)
         left = {path: value for path, value in snapshot(root).items() if not path.startswith(record.FOLDER)}
         assert left == before, number
-        write(root)
-        revert(root)
-        assert snapshot(root) == before, number
+        if number % 5 == 0:
+            write(root)
+            revert(root)
+            assert snapshot(root) == before, number
     assert 10 < number < 199
 
 
