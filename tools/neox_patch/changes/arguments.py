@@ -17,6 +17,8 @@ CLASS = "NeoXArgsModel"
 LINE_LENGTH = 88
 """What black, as GPT-NeoX uses it, keeps lines within."""
 
+ADVICE = "; set head_dim to the width of one attention head"
+
 
 @dataclass(frozen=True)
 class Field:
@@ -194,10 +196,11 @@ def _in_one_line(code: str) -> str:
 
 def _message(source: Source) -> None:
     """The error of the remainder says what can be done, as far as it has a text that can be told to be its own."""
-    for text in find.every(_remainder_condition(source).body, cst.SimpleString):
-        code = source.code(text)
+    texts = find.every(_remainder_condition(source).body, (cst.SimpleString, cst.FormattedString))
+    for text in texts:
+        code, quote = source.code(text), text.end if isinstance(text, cst.FormattedString) else text.quote
         if "num_attention_heads" in code and "head_dim" not in code:
-            source.replace(text, f"{code[:-1]}; set head_dim to the width of one attention head{code[-1]}")
+            source.replace(text, code[: -len(quote)] + ADVICE + quote)
 
 
 CHANGES = [

@@ -11,7 +11,6 @@ PATH = "configs/neox_arguments.md"
 
 def _add_entry(field: Field):
     def edit(text: str) -> str:
-        newline = "\r\n" if "\r\n" in text else "\n"
         start, end = _section(text)
         if _entries(text, start, end, field.name):
             return text
@@ -19,14 +18,14 @@ def _add_entry(field: Field):
         if len(found) != 1:
             raise AnchorNotFound(f"{PATH}: an entry **{field.after}** in the section {CLASS} ({len(found)} found)")
         place = _end_of_entry(text, found[0].end(), end)
-        return text[:place] + _entry(field).replace("\n", newline) + text[place:]
+        return text[:place] + _entry(field) + text[place:]
 
     return edit
 
 
 def _section(text: str):
     """Where the section of NeoXArgsModel begins and ends."""
-    heading = re.search(rf"^## {CLASS}[ \t]*\r?$", text, re.MULTILINE)
+    heading = re.search(rf"^## {CLASS}[ \t]*$", text, re.MULTILINE)
     if heading is None:
         raise AnchorNotFound(f"{PATH}: the section ## {CLASS}")
     following = re.compile(r"^## ", re.MULTILINE).search(text, heading.end())
