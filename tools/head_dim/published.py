@@ -1,0 +1,97 @@
+"""Attention geometries of published models, with their sources: data/geometries.json."""
+
+import functools
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, List, Mapping, Optional, Sequence, Tuple
+
+DATA = Path(__file__).parent / "data" / "geometries.json"
+GEOMETRY = ("hidden_size", "num_layers", "num_attention_heads", "num_kv_heads", "head_dim", "intermediate_size")
+"""The keys by which a model is recognised. intermediate_size is Hugging Face's: the width of one MLP branch."""
+OTHERS = ("vocab_size", "rope_theta", "partial_rotary", "tie_embeddings")
+"""Keys that tell models of one geometry apart."""
+NEAR = 4
+"""A model is near a published one if this many of the six GEOMETRY keys are equal."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """One model. Widths are of all layers, or of the local ones where `global_head_dim` is given for the others.
+
+    attention_scale_override, sliding_window, qk_norm: in words. unverified_fields: keys without a source.
+    params: None where no class builds the model.
+    """
+
+    name: str
+    hf_type: str
+    hidden_size: int
+    num_layers: int
+    num_attention_heads: Any
+    num_kv_heads: Any
+    head_dim: int
+    intermediate_size: Any
+    vocab_size: int
+    qk_norm: str
+    rope_theta: Optional[float]
+    partial_rotary: Any
+    sliding_window: Optional[str]
+    attention_scale_override: Optional[str]
+    tie_embeddings: bool
+    params: Optional[int]
+    params_method: Optional[str]
+    source: str
+    unverified_fields: Tuple[str, ...]
+    notes: str
+    global_head_dim: Optional[int] = None
+    global_num_kv_heads: Optional[int] = None
+    v_head_dim: Optional[int] = None
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all layers have the same widths, and values those of keys, so that a config here can be the model."""
+        numbers = (getattr(self, key) for key in GEOMETRY)
+        varied = self.global_head_dim is not None or self.v_head_dim not in (None, self.head_dim)
+        return not varied and all(isinstance(number, int) for number in numbers)
+
+
+@functools.cache
+def models() -> Tuple[Published, ...]:
+    """All rows, in the order of the file."""
+    known = {field.name for field in fields(Published)}
+    rows = json.loads(DATA.read_text(encoding="utf-8"))["models"]
+    return tuple(
+        Published(**{key: tuple(value) if key == "unverified_fields" else value for key, value in row.items()})
+        for row in rows
+        if set(row) <= known
+    )
+
+
+def named(name: str) -> Optional[Published]:
+    """The model of that name, in any spelling of case."""
+    return next((model for model in models() if model.name.lower() == name.lower()), None)
+
+
+def differences(numbers: Mapping[str, Any], model: Published, keys: Sequence[str] = GEOMETRY) -> List[str]:
+    """One line for each key in which `numbers` are not the model's: "num_attention_heads=40: published 64"."""
+    return [
+        f"{key}={numbers[key]}: published {getattr(model, key)}"
+        for key in keys
+        if numbers.get(key) is not None and not _equal(numbers[key], getattr(model, key))
+    ]
+
+
+def closest(numbers: Mapping[str, Any]) -> Optional[Published]:
+    """The published model with the most equal GEOMETRY keys, then OTHERS; None if fewer than NEAR are equal."""
+    ranked = max(models(), key=lambda model: (_equals(numbers, model, GEOMETRY), _equals(numbers, model, OTHERS)))
+    return ranked if _equals(numbers, ranked, GEOMETRY) >= NEAR else None
+
+
+def _equals(numbers: Mapping[str, Any], model: Published, keys: Sequence[str]) -> int:
+    return sum(numbers.get(key) is not None and _equal(numbers[key], getattr(model, key)) for key in keys)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        return abs(one - other) <= 1e-3 * abs(other)  # partial rotary factors are rounded
+    return one == other
