@@ -95,14 +95,23 @@ class Source:
         if not same_code(textwrap.dedent(self._line_start(start) + self._bytes[start:end].decode()), text):
             self._edits.append(Edit(start, end, self._indented(text, statement, first_line=False)))
 
-    def remove_statement(self, statement: cst.CSTNode) -> None:
-        """Take a statement away with its line end; comments above it stay."""
+    def remove_statement(self, statement: cst.CSTNode, with_comments: bool = False) -> None:
+        """Take a statement away with its line end; comments and blank lines above it stay, or go with it."""
         self._check_alone(statement)
         start, end = self.span(statement)
         end = self._without_newline(start, end)
-        line = self._bytes.rfind(b"\n", 0, start) + 1
+        above = statement.leading_lines if with_comments else ()
+        line = self._bytes.rfind(b"\n", 0, self.span(above[0])[0] if above else start) + 1
         newline = self._bytes.find(b"\n", end)
         self._edits.append(Edit(line, len(self._bytes) if newline < 0 else newline + 1, ""))
+
+    def move_out(self, last: cst.CSTNode) -> None:
+        """Let the last statement of a block follow the statement that the block belongs to."""
+        self._check_alone(last)
+        start, _ = self.span(last)
+        self._edits.append(
+            Edit(start - len(self._line_start(start).encode()), start, self.indentation(self._parents[last]))
+        )
 
     def insert_after(self, statement: cst.CSTNode, text: str) -> None:
         """Put the statements of `text` after a statement of the same block, unless they follow it already."""
