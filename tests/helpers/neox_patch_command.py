@@ -41,7 +41,7 @@ class ParallelSelfAttention:
 
 AFTER = {
     ARGS: BEFORE[ARGS].replace(
-        "    heads: int = 2\n", '    head_dim: int = None\n    """of a head"""\n    heads: int = 2\n'
+        "    heads: int = 2\n", '    head_dim: int = None\n    """of a head, with te_mha too"""\n    heads: int = 2\n'
     ),
     MODEL: BEFORE[MODEL]
     .replace("import mpu\n", "import mpu\nfrom megatron.head_dim import config\n")
@@ -56,7 +56,7 @@ AFTER = {
 def _field(source):
     scope = find.class_named(source, "NeoXArgsModel")
     heads = [node for node in scope.body.body if source.code(node).startswith("heads:")]
-    source.insert_before(find.only(source, "heads in NeoXArgsModel", heads), 'head_dim: int = None\n"""of a head"""')
+    source.insert_before(find.only(source, "heads in NeoXArgsModel", heads), 'head_dim: int = None\n"""of a head, with te_mha too"""')
 
 
 def _width(source):

@@ -4,6 +4,7 @@ A change is a function from a Source to edits of it. It finds its anchors both i
 been applied to; asking for an edit that is made already is no edit. What it cannot find it raises as AnchorNotFound.
 """
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Callable, List, Optional
@@ -28,7 +29,7 @@ class Features:
     @property
     def te_attention(self) -> bool:
         """Transformer Engine's attention can be asked for (te_mha), since December 2024."""
-        return "te_mha" in self.text("megatron/neox_arguments/neox_args.py")
+        return re.search(r"^\s+te_mha\s*:", self.text("megatron/neox_arguments/neox_args.py"), re.MULTILINE) is not None
 
 
 @dataclass(frozen=True)
