@@ -56,7 +56,8 @@ AFTER = {
 def _field(source):
     scope = find.class_named(source, "NeoXArgsModel")
     heads = [node for node in scope.body.body if source.code(node).startswith("heads:")]
-    source.insert_before(find.only(source, "heads in NeoXArgsModel", heads), 'head_dim: int = None\n"""of a head, with te_mha too"""')
+    place = find.only(source, "heads in NeoXArgsModel", heads)
+    source.insert_before(place, 'head_dim: int = None\n"""of a head, with te_mha too"""')
 
 
 def _width(source):
