@@ -1,13 +1,22 @@
 """The patch, one module per file (or kind of file) of the checkout."""
 
 from tools.neox_patch.change import Patch
-from tools.neox_patch.changes import arguments, converters, converters_import, documents, transformer_engine
+from tools.neox_patch.changes import (
+    arguments,
+    checkpoints,
+    converters,
+    converters_import,
+    documents,
+    flops,
+    rpe,
+    transformer_engine,
+)
 
 
 def whole_patch() -> Patch:
     """Everything that is changed and added, in the order in which a reader should see it."""
     patch = Patch()
-    for module in (arguments, documents, transformer_engine, converters, converters_import):
+    for module in (arguments, documents, transformer_engine, rpe, flops, checkpoints, converters, converters_import):
         patch.changes += getattr(module, "CHANGES", [])
         patch.texts += getattr(module, "TEXTS", [])
         patch.files += getattr(module, "FILES", [])
