@@ -13,9 +13,10 @@ import torch
 
 try:
     from megatron import mpu
-    from megatron.errors import ConfigError
+    from megatron.errors import CheckpointError, ConfigError
     from megatron.geometry import HeadGeometry
     from megatron.head_dim.config import head_geometry
+    from megatron.head_dim.stamp import check_head_geometry, write_head_geometry
     from megatron.model.transformer import ParallelMLP, ParallelSelfAttention
     from megatron.mpu import initialize as mpu_state
     from megatron.neox_arguments import NeoXArgs
@@ -264,6 +265,17 @@ def test_geometry(geometry):
     assert found.rotary_ndims == width // 2
     assert found.qkv_hidden_size == (heads + 2 * kv_heads) * width
     assert HeadGeometry.from_stamp(found.stamp()) == found
+
+
+def test_record_beside_a_checkpoint(tmp_path):
+    """8 heads of 16 and 4 of 32 have tensors of equal shapes."""
+    (tmp_path / "global_step3").mkdir()
+    saved = arguments(hidden_size=64, num_attention_heads=8, head_dim=16)
+    write_head_geometry(saved, str(tmp_path), "global_step3")
+    check_head_geometry(saved, str(tmp_path), "global_step3")
+    other = arguments(hidden_size=64, num_attention_heads=4, head_dim=32)
+    with pytest.raises(CheckpointError, match="head_dim"):
+        check_head_geometry(other, str(tmp_path), "global_step3")
 
 
 REFUSED = [
