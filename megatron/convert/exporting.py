@@ -160,14 +160,19 @@ def write_export(
         for index, lines in layers.items():
             verify(index)
             for line in lines:
-                parts = line.operation.split(plan.source.read(line), line.widths)
-                for name, part in zip(line.theirs, parts, strict=True):
-                    bar.update(writer.write(name, converted(part, plan.dtypes[line], name)))
+                bar.update(_write_line(plan, line, writer))
             plan.source.release()
         write_json(os.path.join(unfinished, side_files.CONFIG), plan.config)
         write_json(os.path.join(unfinished, side_files.GENERATION_CONFIG), _generation_config(plan))
         if tokenizer:
             say(save_tokenizer(plan.files, plan.settings, unfinished, pad_token_id))
+
+
+def _write_line(plan: Plan, line: Line, writer: HFWriter) -> int:
+    """Returns the bytes. Nothing is kept, so that the next parameter is read without this one in memory."""
+    parts = line.operation.split(plan.source.read(line), line.widths)
+    named = zip(line.theirs, parts, strict=True)
+    return sum(writer.write(name, converted(part, plan.dtypes[line], name)) for name, part in named)
 
 
 def _configs(reader: CheckpointReader, given: Sequence[str]) -> Sequence[str]:

@@ -9,7 +9,6 @@ import os
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
 import torch
-import yaml
 
 from megatron.checkpointing.folders import refuse_patterns
 from megatron.checkpointing.reader import LayerState
@@ -23,13 +22,14 @@ from megatron.convert.families.config_file import config_problems
 from megatron.convert.hf_source import HFSource
 from megatron.convert.hf_writer import write_text
 from megatron.convert.leftovers import check_source
+from megatron.convert.model_args import arguments_of
 from megatron.convert.neox_source import whole_on_meta
 from megatron.convert.outputs import check_new, new_folder
 from megatron.convert.precision import PRECISION, converted, dtype_of, main_dtype
 from megatron.convert.rules import Line, write_out
+from megatron.convert.yaml_text import yaml_lines
 from megatron.errors import ConversionError
 from megatron.geometry import padded_vocab_size
-from megatron.neox_arguments import NeoXArgs
 
 CONFIG_NAME = "model.yml"
 
@@ -66,7 +66,7 @@ def import_hf(
     settings["pipe_parallel_size"] = pipe_parallel_size
     settings["make_vocab_size_divisible_by"] = make_vocab_size_divisible_by
     settings["padded_vocab_size"] = padded_vocab_size(vocabulary, make_vocab_size_divisible_by, model_parallel_size)
-    neox_args = _arguments(settings)
+    neox_args = arguments_of(settings)
     lines = write_out(family.rules(neox_args), neox_args, vocabulary)
     dtype = dtype_of(precision)
     for note in check_source(source, family, neox_args, lines, dtype):
@@ -157,12 +157,6 @@ def _main_dtype(source: HFSource, lines: Sequence[Line]) -> torch.dtype:
     return main_dtype((source.dtype(name), torch.Size(source.shape(name)).numel()) for name in names)
 
 
-def _arguments(settings: Mapping[str, Any]) -> NeoXArgs:
-    ranks = settings["model_parallel_size"] * max(settings["pipe_parallel_size"], 1)
-    machine = dict(global_num_gpus=ranks, train_micro_batch_size_per_gpu=1, distributed_backend="gloo")
-    return NeoXArgs.from_dict({**settings, **machine})
-
-
 def _yaml_text(settings: Mapping[str, Any], source: str, out: str) -> str:
     """A config that generates and evaluates as it is, and trains once it is told on what."""
     run = {"train_micro_batch_size_per_gpu": 1, "load": os.path.abspath(out), "finetune": True}
@@ -171,19 +165,8 @@ def _yaml_text(settings: Mapping[str, Any], source: str, out: str) -> str:
     return (
         f"# Imported from {os.path.basename(os.path.abspath(source))}. The rows of the embedding are given as\n"
         "# padded_vocab_size, because the model may have more of them than its tokenizer has tokens.\n"
-        f"{_dump(settings)}{tokenizer}\n"
+        f"{yaml_lines(settings)}{tokenizer}\n"
         "# Only the weights are loaded, at iteration 0 (finetune). To train, add data_path, an optimizer,\n"
         "# train_iters, lr_decay_style and save.\n"
-        f"{_dump(run)}"
+        f"{yaml_lines(run)}"
     )
-
-
-def _dump(settings: Mapping[str, Any]) -> str:
-    """One setting a line; lists and tables within it."""
-    lines = []
-    for key, value in settings.items():
-        if isinstance(value, (dict, list)):
-            lines.append(f"{key}: {yaml.safe_dump(value, sort_keys=False, default_flow_style=True, width=10**6)}")
-        else:
-            lines.append(yaml.safe_dump({key: value}, default_flow_style=False, width=10**6))
-    return "".join(lines)
