@@ -2,10 +2,13 @@
 
 import argparse
 import importlib
+import os
 import sys
 from typing import Optional, Sequence
 
-from megatron.errors import NeoXError
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported: no GPU is needed or used
+
+from megatron.errors import NeoXError  # noqa: E402
 
 COMMANDS = {
     "plan": "what a config costs, whether it fits, and what each backend does with its head_dim",

@@ -3,8 +3,17 @@
 from typing import Any, Sequence
 
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.loading import load_files
+
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
 
 def load(files: Sequence[str], **changes: Any) -> NeoXArgs:
-    """The arguments of some YAML files with `changes` put over them. Raises ConfigError with every problem."""
-    return NeoXArgs.from_ymls(list(files), changes or None)
+    """The arguments of some YAML files with `changes` put over them; a batch of 1 where none is given.
+
+    Raises ConfigError with every problem.
+    """
+    values = {**load_files(list(files))[0], **changes}
+    if all(values.get(name) is None for name in _BATCH):
+        values[_BATCH[1]] = 1
+    return NeoXArgs.from_dict(values)

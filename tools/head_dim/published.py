@@ -2,7 +2,8 @@
 
 import functools
 import json
-from dataclasses import dataclass, fields
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
@@ -54,16 +55,30 @@ class Published:
         varied = self.global_head_dim is not None or self.v_head_dim not in (None, self.head_dim)
         return not varied and all(isinstance(number, int) for number in numbers)
 
+    @property
+    def qk_norm_type(self) -> Optional[str]:
+        """`qk_norm` as the setting of that name."""
+        return next((kind for word, kind in _QK_NORMS.items() if self.qk_norm.startswith(word)), None)
+
+    @property
+    def softmax_scale(self) -> Optional[float]:
+        """What scores are multiplied by; None if the source's words say something else."""
+        if self.attention_scale_override is None:
+            return None if self.v_head_dim or self.global_head_dim else self.head_dim**-0.5
+        found = re.match(r"query_pre_attn_scalar=(\d+)", self.attention_scale_override)
+        return int(found.group(1)) ** -0.5 if found else None
+
+
+_QK_NORMS = {"per-head": "per_head", "full-width": "full_width"}
+
 
 @functools.cache
 def models() -> Tuple[Published, ...]:
     """All rows, in the order of the file."""
-    known = {field.name for field in fields(Published)}
     rows = json.loads(DATA.read_text(encoding="utf-8"))["models"]
     return tuple(
         Published(**{key: tuple(value) if key == "unverified_fields" else value for key, value in row.items()})
         for row in rows
-        if set(row) <= known
     )
 
 

@@ -1,0 +1,61 @@
+"""What each attention backend does with a model's head_dim: asked of the kernels themselves, nothing is built."""
+
+from dataclasses import dataclass
+from typing import List
+
+import torch
+
+from megatron.errors import ConfigError
+from megatron.model.attention.core import KERNELS, AttentionRequest
+from megatron.model.attention.core.flash import HEAD_DIM_MULTIPLE
+from megatron.neox_arguments import NeoXArgs
+
+PRECISIONS = {"fp32": torch.float32, "bfloat16": torch.bfloat16}
+DEVICES = ("cpu", "cuda")
+TE = "te_mha"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a backend runs every layer of a model. note: why not, or what it does to the width."""
+
+    backend: str
+    device: str
+    precision: str
+    runs: bool
+    note: str = ""
+
+
+def verdicts(args: NeoXArgs) -> List[Verdict]:
+    """Every kernel of attention_config on each device and precision, as installed here, and Transformer Engine.
+
+    The flash kernel on "cuda" is the flash-attn package's where it is installed, else torch's own.
+    """
+    rows = [
+        _kernel(args, name, device, precision) for name in KERNELS for device in DEVICES for precision in PRECISIONS
+    ]
+    return [*rows, _transformer_engine(args)]
+
+
+def _kernel(args: NeoXArgs, name: str, device: str, precision: str) -> Verdict:
+    reasons = []
+    for number in range(args.num_layers):
+        partition = args.head_geometry(number).shard(args.model_parallel_size)
+        layer = AttentionRequest.of_layer(args, number, partition, torch.device(device))
+        request = AttentionRequest(**{**vars(layer), "dtype": PRECISIONS[precision]})
+        reason = KERNELS[name].refusal(request)
+        if reason is not None and reason not in reasons:
+            reasons.append(reason)
+    width = args.head_geometry().head_dim
+    padded = -(-width // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
+    note = f"computed at {padded}, with {padded - width} columns of zeros" if name == "flash" and padded > width else ""
+    return Verdict(name, device, precision, not reasons, "; ".join(reasons) or note)
+
+
+def _transformer_engine(args: NeoXArgs) -> Verdict:
+    try:
+        args.update(te_mha=True, attention_config=None)
+    except ConfigError as error:
+        return Verdict(TE, "cuda", "bfloat16", False, "; ".join(error.problems))
+    width = args.head_geometry().head_dim
+    return Verdict(TE, "cuda", "bfloat16", True, f"kv_channels={width}; which kernel is Transformer Engine's choice")
