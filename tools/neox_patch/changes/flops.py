@@ -55,13 +55,19 @@ def _add_branch(source: Source, function: cst.FunctionDef, given: str) -> None:
         if not (len(body) == 1 and same_statements([source.code(body[0]).strip()], statement)):
             raise AnchorNotFound(f"{source.path}: {statement} under {condition} in def {function.name.value}")
         return
-    line, _ = source.span(last)
-    space = source.line_before(line)
+    space = source.line_before(source.span(last)[0])
     inside = space + source.module.default_indent
     if len(inside + statement) > LINE_LENGTH:
         inner = inside + source.module.default_indent
         statement = f"{target} = head_dim_flops(\n{inner}{given}\n{inside})"
-    source.insert_text(line, f"elif {condition}:\n{inside}{statement}\n{space}")
+    source.insert_text(_above(source, last), f"{space}elif {condition}:\n{inside}{statement}\n")
+
+
+def _above(source: Source, last: cst.Else) -> int:
+    """The byte position of the line of `else`, or of the comments above it, which are about it."""
+    start, _ = source.span(last)
+    lines = source.text.encode()[:start].split(b"\n")[: -1 - len(last.leading_lines)]
+    return sum(len(line) + 1 for line in lines)
 
 
 def _branches(source: Source, function: cst.FunctionDef) -> List[cst.CSTNode]:
