@@ -47,9 +47,9 @@ SOFTMAX_SCALE = Field(
     "float",
     "head_dim",
     """
-    Factor on the query-key products before the softmax, for global and flash attention and te_mha.
+    Factor on the query-key products before the softmax. Not for the sparse kinds of attention.
 
-    If set to None, it is head_dim ** -0.5.
+    If set to None, it is head_dim ** -0.5 (1 / head_dim with use_mup).
     """,
 )
 QK_NORM_TYPE = Field(
