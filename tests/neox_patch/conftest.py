@@ -1,8 +1,12 @@
 """The repository of GPT-NeoX under test, its states as folders, plain and patched; all made once."""
 
+import functools
+
 import pytest
 
-from tests.neox_patch import checkouts
+from tests.helpers.distributed import run_distributed
+from tests.neox_patch import checkouts, grid, truth
+from tests.neox_patch import ours as our_program
 
 REASON = f"set {checkouts.VARIABLE} to a git repository of GPT-NeoX (a clone or a bare one) to try the patch on it"
 HEAD = "HEAD"
@@ -39,3 +43,61 @@ def new(repo, state, tmp_path_factory):
     """A state with the patch."""
     folder = tmp_path_factory.getbasetemp() / "patched" / state
     return folder if folder.exists() else checkouts.patched(checkouts.checkout_at(repo, state, folder))
+
+
+@pytest.fixture(scope="session")
+def weights(tmp_path_factory):
+    """{name: (Weights, {tp: checkpoint folder})} of every configuration with the new arguments."""
+    root = tmp_path_factory.mktemp("weights")
+    made = {}
+    for number, (name, values) in enumerate(grid.WIDTHS.items()):
+        masters = truth.Weights(grid.arguments(values), grid.VOCABULARY, seed=number)
+        config = {key: value for key, value in grid.arguments(values).items() if key != "padded_vocab_size"}
+        folders = {}
+        for tp in grid.RANKS:
+            if grid.splits(values, tp):
+                folders[tp] = str(root / f"{number}_tp{tp}")
+                masters.save(folders[tp], tp=tp, written_config=config)
+        made[name] = (masters, folders)
+    return made
+
+
+@pytest.fixture(scope="session")
+def ours(weights, tmp_path_factory):
+    """{tp: {name: [this project's results of each rank]}}"""
+    found = {}
+    for tp in grid.RANKS:
+        cases = {name: (grid.arguments(grid.WIDTHS[name]), weights[name][1][tp]) for name in grid.runs(grid.WIDTHS, tp)}
+        arguments = (cases, grid.ids().numpy(), grid.PROMPTS, grid.NEW_TOKENS)
+        folder = tmp_path_factory.mktemp("ours")
+        ranks = run_distributed(tp, our_program.results, *arguments, tmp_path=folder, timeout=300)
+        found[tp] = {name: [rank[name] for rank in ranks] for name in cases}
+    return found
+
+
+@pytest.fixture(scope="session")
+def transformers_results(weights):
+    """{name: transformers' results} of the configurations that it has."""
+    arguments = (grid.ids(), grid.PROMPTS, grid.NEW_TOKENS)
+    return {
+        name: truth.transformers_results(weights[name][0], *arguments)
+        for name, values in grid.WIDTHS.items()
+        if grid.in_transformers(values)
+    }
+
+
+@pytest.fixture(scope="session")
+def plain_runs(plain, state, tmp_path_factory):
+    """Function of tp: results of all configurations without new arguments in the plain checkout."""
+    return functools.cache(lambda tp: _run(plain, grid.absent_cases(tp), tp, tmp_path_factory))
+
+
+@pytest.fixture(scope="session")
+def new_runs(new, state, weights, tmp_path_factory):
+    """Function of tp: results of all configurations, without new arguments and with, in the patched checkout."""
+    cases = lambda tp: grid.absent_cases(tp) + grid.width_cases(tp, weights)  # noqa: E731
+    return functools.cache(lambda tp: _run(new, cases(tp), tp, tmp_path_factory))
+
+
+def _run(folder, cases, tp, tmp_path_factory):
+    return checkouts.run_cases(folder, cases, tp=tp, folder=tmp_path_factory.mktemp("runs"), timeout=300)

@@ -1,0 +1,30 @@
+"""Without the new arguments a patched checkout is the plain one: names, shapes, weights, numbers, to the last bit."""
+
+import pytest
+import torch
+
+from tests.neox_patch import grid
+
+
+@pytest.mark.parametrize("tp", grid.RANKS)
+def test_everything_is_as_before(plain_runs, new_runs, tp):
+    names = [f"absent: {name}" for name in grid.runs(grid.ABSENT, tp)]
+    before, after = plain_runs(tp), new_runs(tp)
+    for name in names:
+        for old, new in zip(before[name], after[name], strict=True):
+            assert "error" not in old, f"{name}, as it is: {old['traceback']}"
+            assert "error" not in new, f"{name}, patched: {new['traceback']}"
+            assert_same(old, new, name)
+
+
+def assert_same(old, new, name):
+    """Names and shapes; initial weights; logits, loss, gradients; generated tokens."""
+    for key in ("shapes", "buffers", "loss", "cached", "recomputed"):
+        assert old.get(key) == new.get(key), f"{name}: {key}"
+    assert torch.equal(old["logits"], new["logits"]), f"{name}: logits"
+    assert old["logits"].abs().max() > 0.1
+    for key in ("state", "grads"):
+        assert list(old[key]) == list(new[key]), f"{name}: names in {key}"
+        for parameter, tensor in old[key].items():
+            assert torch.equal(tensor, new[key][parameter]), f"{name}: {key} of {parameter}"
+    assert old["grads"]
