@@ -123,6 +123,8 @@ def test_reader_and_tool_give_todays_names(variant, sequential, tmp_path):
             state.pop("attention.rotary_emb.inv_freq", None)
             assert set(state) == set(expected)
             assert all(torch.equal(state[name], expected[name]) for name in expected)
+            assert all(torch.equal(reader.tensor(index, name), expected[name]) for name in expected)
+            assert list(reader.layer_shapes(index)) == list(reader.layer_state(index))
 
 
 def _load(rank, world_size, root, names):

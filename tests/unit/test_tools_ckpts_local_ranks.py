@@ -1,5 +1,6 @@
 """Ranks that a tool starts by itself: results, errors, and a rank that is killed."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from megatron.errors import DataError, NeoXError
+from tools.ckpts import local_ranks
 from tools.ckpts.local_ranks import run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,6 +50,52 @@ def test_results_and_errors():
         run_on_ranks(2, fails, 1)
     with pytest.raises(NeoXError, match="rank 0 was ended from outside .*-9"):
         run_on_ranks(2, is_killed, 0)
+
+
+FORK = multiprocessing.get_context("fork")
+"""For ranks that run nothing but these two functions."""
+
+
+def ends(results, seconds, error, code):
+    time.sleep(seconds)
+    if error is not None:
+        results.put((None, error))
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+LOST = RuntimeError("rank 1 failed: Connection closed by peer")
+MINE = DataError("rank 0 cannot")
+REPORTED = local_ranks._REPORTED
+
+
+@pytest.mark.parametrize(
+    "first, kind, message",
+    [
+        ((None, -signal.SIGKILL), NeoXError, "rank 0 was ended from outside .*-9"),
+        ((None, -signal.SIGABRT), NeoXError, "rank 0 was ended from outside .*-6"),
+        ((MINE, REPORTED), DataError, "^rank 0 cannot$"),
+        (None, RuntimeError, "Connection closed by peer"),
+    ],
+)
+@pytest.mark.parametrize("second", [(LOST, REPORTED), (None, -signal.SIGABRT)])
+def test_the_cause_is_reported_and_not_what_came_of_it(first, kind, message, second, monkeypatch):
+    """Rank 1 loses its connection, and that is known before rank 0 ends, or is ended, or never ends."""
+    monkeypatch.setattr(local_ranks, "_GRACE", 1.0)
+    if second[0] is None and kind is not DataError:
+        kind, message = NeoXError, "was ended from outside"
+    results = FORK.SimpleQueue()
+    waiting = (100.0, None, 0) if first is None else (0.3, *first)
+    ranks = [FORK.Process(target=ends, args=(results, *each), daemon=True) for each in (waiting, (0.0, *second))]
+    try:
+        for process in ranks:
+            process.start()
+        with pytest.raises(kind, match=message):
+            local_ranks._first_result(ranks, results)
+    finally:
+        for process in ranks:
+            process.kill()
 
 
 def test_one_rank_is_this_process():

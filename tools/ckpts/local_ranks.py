@@ -1,11 +1,13 @@
 """Run a function on several gloo ranks of this machine, from a tool that was started as one process."""
 
+import math
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from contextlib import contextmanager
 from multiprocessing.connection import wait
@@ -16,6 +18,12 @@ from megatron.errors import NeoXError
 _GRACE = 5.0
 """Seconds that the other ranks get to report their own error, before they are ended."""
 
+_REPORTED = 79
+"""Exit code of a rank that has sent its error. Signals and the interpreter's own failures have others."""
+
+_BY_THEMSELVES = (_REPORTED, -signal.SIGABRT)
+"""How a rank may end because another did: gloo's threads abort when a connection breaks."""
+
 
 def run_on_ranks(world_size: int, function: Callable, *arguments: Any) -> Any:
     """Call function(*arguments) on each rank, with torch.distributed initialised; returns rank 0's result.
@@ -23,7 +31,9 @@ def run_on_ranks(world_size: int, function: Callable, *arguments: Any) -> Any:
     One rank is this process itself, without any process group of its own. `function` must be importable, arguments
     and result picklable. The ranks meet through a file: no address, no port.
 
-    Raises the first error that a rank met, NeoXError if one was killed; the other ranks are ended then.
+    If anything goes wrong, the other ranks get a moment to report too, and are ended. Then NeoXError is raised if a
+    rank was killed; else the first NeoXError that a rank met, else its first other error. For one rank's end makes
+    others fail, with errors about their connections.
     """
     if world_size == 1:
         describe_process(0, 1)
@@ -56,25 +66,36 @@ def _sigterm_as_exit() -> Iterator[None]:
 
 
 def _first_result(ranks: List[multiprocessing.Process], results: Any) -> Any:
-    """Rank 0's result, when all ranks have ended well."""
-    result = None
+    """Rank 0's result, when all ranks have ended well. Raises as run_on_ranks does."""
+    result, errors, ended_at = None, [], math.inf
     running = {process.sentinel: process for process in ranks}
-    number_of = {process.sentinel: number for number, process in enumerate(ranks)}
-    while running or not results.empty():
-        wait([*running, results._reader])
+    while (running or not results.empty()) and (left := ended_at - time.monotonic()) > 0:
+        wait([*running, results._reader], None if left == math.inf else left)
         while not results.empty():
             value, error = results.get()
-            if error is not None:
-                raise error
             result = value if value is not None else result
-        for sentinel in [each for each in running if running[each].exitcode is not None]:
-            process = running.pop(sentinel)
-            if process.exitcode and results.empty():
-                raise NeoXError(
-                    f"rank {number_of[sentinel]} was ended from outside (exit code {process.exitcode}); is the memory "
-                    f"enough for {len(ranks)} processes?"
-                )
+            errors += [] if error is None else [error]
+        running = {sentinel: process for sentinel, process in running.items() if process.exitcode is None}
+        _raise_if_ended(ranks, *_BY_THEMSELVES)
+        if errors or any(process.exitcode for process in ranks):
+            ended_at = min(ended_at, time.monotonic() + _GRACE)
+    errors.sort(key=lambda error: not isinstance(error, NeoXError))
+    if errors and isinstance(errors[0], NeoXError):
+        raise errors[0]
+    _raise_if_ended(ranks, _REPORTED)
+    if errors:
+        raise errors[0]
     return result
+
+
+def _raise_if_ended(ranks: List[multiprocessing.Process], *excused: int) -> None:
+    """NeoXError about the first rank with an exit code other than 0 and those excused."""
+    for number, process in enumerate(ranks):
+        if process.exitcode not in (None, 0, *excused):
+            raise NeoXError(
+                f"rank {number} was ended from outside (exit code {process.exitcode}); is the memory enough for "
+                f"{len(ranks)} processes?"
+            )
 
 
 def _end(ranks: List[multiprocessing.Process]) -> None:
@@ -102,10 +123,10 @@ def _rank_main(rank: int, world_size: int, store: str, results: Any, function: C
             results.put((value, None))
         dist.barrier()
     except NeoXError as error:
-        code = 1
+        code = _REPORTED
         results.put((None, error))
     except BaseException:
-        code = 1
+        code = _REPORTED
         results.put((None, RuntimeError(f"rank {rank} failed:\n{traceback.format_exc()}")))
     os._exit(code)  # gloo's threads must not hold up the end
 
