@@ -22,6 +22,7 @@ from tools.ckpts import reshard
 
 PROGRAM = Path(__file__).with_name("run_converters.py")
 EXPORT, IMPORT, RAW = "convert_neox_to_hf.py", "convert_hf_llama_to_neox.py", "convert_raw_llama_weights_to_neox.py"
+PATH = f"tools/ckpts/{EXPORT}"
 VOCABULARY, LENGTH, FFN = 512, 24, 44
 """Of CharLevelTokenizer, which needs no file; tokens of a text; width of an MLP branch."""
 
@@ -72,7 +73,7 @@ IMPORTS = {
 
 
 def write_ours(settings: Dict[str, Any], folder: Path, seed: int = 0) -> Path:
-    """A checkpoint of random weights; logits are of order one, no norm is the identity, no bias 0. Its step's folder."""
+    """A checkpoint of random weights: logits of order one, no norm the identity, no bias 0. Its step's folder."""
     args = NeoXArgs.from_dict(
         {**LLAMA_LIKE, **settings, "train_micro_batch_size_per_gpu": 1, "padded_vocab_size": VOCABULARY}
     )
@@ -122,7 +123,7 @@ def write_theirs(kind: str, geometry: Dict[str, int], more: Dict[str, Any], fold
     """A model of transformers with a tokenizer, both tiny."""
     widths = {**geometry, "num_key_value_heads": geometry.get("num_kv_heads", geometry["num_attention_heads"])}
     widths.pop("num_kv_heads", None)
-    config = hf_config(kind, **{"tie_word_embeddings": False, "vocab_size": 120, **widths, **more})
+    config = hf_config(kind, **{"tie_word_embeddings": False, "vocab_size": VOCABULARY, **widths, **more})
     hf_model(config).save_pretrained(folder)
     model = tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a")
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(model)).save_pretrained(folder)
@@ -143,6 +144,28 @@ def import_job(source: Path, out: Path, tp: int, *more: str) -> Dict[str, Any]:
         "script": IMPORT,
         "arguments": ["--tp", str(tp), "--model", str(source), "--model_path", str(out), *more],
     }
+
+
+def write_raw(folder: Path, heads: int, width: int, hidden: int) -> Dict[str, torch.Tensor]:
+    """A model of one layer in the files that Meta and Mistral publish, without groups of queries."""
+    generator, inner = torch.Generator().manual_seed(2), heads * width
+    shapes = {"tok_embeddings": (8, hidden), "norm": (hidden,), "output": (8, hidden)}
+    layer = {f"attention.w{part}": (inner, hidden) for part in "qkv"}
+    layer.update({"attention.wo": (hidden, inner), "attention_norm": (hidden,), "ffn_norm": (hidden,)})
+    layer.update({"feed_forward.w1": (FFN, hidden), "feed_forward.w2": (hidden, FFN), "feed_forward.w3": (FFN, hidden)})
+    shapes.update({f"layers.0.{name}": shape for name, shape in layer.items()})
+    tensors = {f"{name}.weight": torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    (folder / "mistral-7B-v0.1").mkdir(parents=True)
+    torch.save(tensors, folder / "mistral-7B-v0.1" / "consolidated.00.pth")
+    params = {"dim": hidden, "n_layers": 1, "n_heads": heads, "head_dim": width}
+    (folder / "mistral-7B-v0.1" / "params.json").write_text(json.dumps(params))
+    return tensors
+
+
+def raw_job(source: Path, out: Path) -> Dict[str, Any]:
+    """The job."""
+    paths = ["--input_dir", str(source), "--output_dir", str(out)]
+    return {"script": RAW, "arguments": [*paths, "--model_size", "mistral-7B-v0.1"]}
 
 
 def run_jobs(checkout: Path, jobs: List[Dict[str, Any]], folder: Path) -> List[Optional[Dict[str, str]]]:

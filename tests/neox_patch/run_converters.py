@@ -2,7 +2,7 @@
 
     python run_converters.py CHECKOUT JOBS.json RESULTS.json
 
-JOBS.json is a list of {"script": name in tools/ckpts, "arguments": [...]}, run in turn in this one process; RESULTS.json
+JOBS.json is a list of {"script": name in tools/ckpts, "arguments": [...]}, run in turn in this process; RESULTS.json
 has for each null, or {"error": class name, "message", "traceback"}.
 """
 
@@ -17,6 +17,8 @@ import shims
 
 def main(checkout, jobs_file, results_file):
     """Run all jobs of the file."""
+    import torch._dynamo  # noqa: F401 - transformers' models need it, and it must see torch as it is
+
     shims.install()
     with open(jobs_file) as file:
         jobs = json.load(file)
