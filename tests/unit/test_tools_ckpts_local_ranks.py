@@ -1,5 +1,6 @@
 """Ranks that a tool starts by itself: results, errors, and a rank that is killed."""
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -57,6 +58,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def ends(results, seconds, error, code):
+    faulthandler.disable()  # pytest's, which tells of an abort at length
     time.sleep(seconds)
     if error is not None:
         results.put((None, error))
