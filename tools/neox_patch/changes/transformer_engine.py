@@ -25,7 +25,8 @@ def _constructor(source: Source) -> cst.FunctionDef:
 
 def _named_parameter(source: Source, function: cst.FunctionDef, name: str) -> str:
     """A parameter that the layer gives by its name."""
-    if name not in find.parameter_names(function):
+    keywords = [parameter.name.value for parameter in function.params.kwonly_params]
+    if name not in [*find.parameter_names(function), *keywords]:
         raise AnchorNotFound(f"{source.path}: parameter {name} of {CLASS}.{function.name.value}")
     return name
 
@@ -98,9 +99,10 @@ def _rotary_angles(source: Source) -> None:
         f"self.rope_emb = ... in {IN_INIT}",
         [assign for assign in tables if not find.is_code(source, assign.value, "None")],
     )
-    if isinstance(table.value, cst.Call) and isinstance(table.value.func, cst.Attribute):
-        source.replace(table.value, f"{source.code(table.value.func.value)}.emb")
-    elif not (isinstance(table.value, cst.Attribute) and table.value.attr.value == "emb"):
+    value = table.value
+    if isinstance(value, cst.Call) and source.code(value).endswith(".get_emb()"):
+        source.replace(value, source.code(value)[: -len("get_emb()")] + "emb")
+    elif not (isinstance(value, cst.Attribute) and value.attr.value == "emb"):
         raise AnchorNotFound(f"{source.path}: self.rope_emb = ....get_emb() in {IN_INIT}")
     branch = source.parent(source.parent(source.statement(table)))
     if not isinstance(branch, cst.If):
