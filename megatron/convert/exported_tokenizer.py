@@ -58,6 +58,9 @@ def save_tokenizer(
     """
     names = side_files.copy_files(side_files.TOKENIZER_FILES, files, out) if files else []
     if side_files.TOKENIZER_CONFIG not in names:
+        if side_files.TOKENIZER_MODEL in names:
+            padding = "" if pad_token_id is None else "; --pad-token-id is in config.json alone"
+            return f"tokenizer.model was copied, and there was no tokenizer_config.json to copy{padding}"
         kind = str(settings.get("tokenizer_type"))
         path = settings.get("vocab_file")
         if kind.lower() != "hftokenizer" or not path or not os.path.isfile(_json_path(path)):

@@ -21,6 +21,7 @@ from megatron.convert.families import FAMILIES, Family
 from megatron.convert.families.config_file import config_problems
 from megatron.convert.hf_source import HFSource
 from megatron.convert.hf_writer import write_text
+from megatron.convert.imported_tokenizer import tokenizer_settings
 from megatron.convert.leftovers import check_source
 from megatron.convert.model_args import arguments_of
 from megatron.convert.neox_source import whole_on_meta
@@ -73,8 +74,12 @@ def import_hf(
         say(note)
     weights = _HFWeights(source, neox_args, lines, dtype, iteration)
     settings["precision"] = PRECISION[weights.main_dtype]
-    settings.update(side_files.tokenizer_settings(source.folder, os.path.join(os.path.abspath(out), side_files.FOLDER)))
-    text = _yaml_text(settings, source.folder, out)
+    kept_in = os.path.join(os.path.abspath(out), side_files.FOLDER)
+    tokenizer, notes = tokenizer_settings(source.folder, kept_in)
+    for note in notes:
+        say(note)
+    settings.update(tokenizer)
+    text = _yaml_text(settings, source.folder, out, notes)
     neox_args.tokenizer_type = settings["tokenizer_type"]
     with new_folder(out) as unfinished:
         folder = write_resharded(weights, neox_args, unfinished, pipe_parallel_size, {CONFIG_NAME: text}, progress)
@@ -157,15 +162,14 @@ def _main_dtype(source: HFSource, lines: Sequence[Line]) -> torch.dtype:
     return main_dtype((source.dtype(name), torch.Size(source.shape(name)).numel()) for name in names)
 
 
-def _yaml_text(settings: Mapping[str, Any], source: str, out: str) -> str:
+def _yaml_text(settings: Mapping[str, Any], source: str, out: str, tokenizer_notes: Sequence[str]) -> str:
     """A config that generates and evaluates as it is, and trains once it is told on what."""
     run = {"train_micro_batch_size_per_gpu": 1, "load": os.path.abspath(out), "finetune": True}
-    named = os.path.basename(settings["vocab_file"]) != side_files.FOLDER
-    tokenizer = "" if named else "# The source had no tokenizer: put its tokenizer.json into that folder.\n"
+    notes = "".join(f"# The tokenizer: {note}\n" for note in tokenizer_notes)
     return (
         f"# Imported from {os.path.basename(os.path.abspath(source))}. The rows of the embedding are given as\n"
         "# padded_vocab_size, because the model may have more of them than its tokenizer has tokens.\n"
-        f"{yaml_lines(settings)}{tokenizer}\n"
+        f"{yaml_lines(settings)}{notes}\n"
         "# Only the weights are loaded, at iteration 0 (finetune). To train, add data_path, an optimizer,\n"
         "# train_iters, lr_decay_style and save.\n"
         f"{yaml_lines(run)}"

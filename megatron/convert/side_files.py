@@ -38,26 +38,6 @@ def copy_files(names, source: str, target: str) -> List[str]:
     return found
 
 
-def tokenizer_settings(source: str, kept_in: str) -> Dict[str, Any]:
-    """The settings for the tokenizer in a Hugging Face folder that is being copied to `kept_in`.
-
-    eod_token is the end of text that its tokenizer_config.json names, by which transformers stops generating.
-    """
-    for name, kind in ((TOKENIZER_JSON, "HFTokenizer"), (TOKENIZER_MODEL, "SPMTokenizer")):
-        if os.path.isfile(os.path.join(source, name)):
-            settings = {"tokenizer_type": kind, "vocab_file": os.path.join(kept_in, name)}
-            end = _end_token(source)
-            return settings if end is None else {**settings, "eod_token": end}
-    return {"tokenizer_type": "HFTokenizer", "vocab_file": kept_in}  # a tokenizer.json can be put there
-
-
-def _end_token(folder: str) -> Optional[str]:
-    """The text of the end token, which files hold plain or with its properties; None if none is named."""
-    token = read_json(folder, TOKENIZER_CONFIG).get("eos_token")
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else None
-
-
 def folder_of(checkpoint: str, settings: Mapping[str, Any], of_vocabulary: bool = False) -> Optional[str]:
     """The Hugging Face files of a checkpoint: beside it, or where its vocab_file is; None if there are none.
 
