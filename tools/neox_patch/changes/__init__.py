@@ -3,6 +3,7 @@
 from tools.neox_patch.change import Patch
 from tools.neox_patch.changes import (
     arguments,
+    attention,
     checkpoints,
     converters,
     converters_import,
@@ -16,7 +17,8 @@ from tools.neox_patch.changes import (
 def whole_patch() -> Patch:
     """Everything that is changed and added, in the order in which a reader should see it."""
     patch = Patch()
-    for module in (arguments, documents, transformer_engine, rpe, flops, checkpoints, converters, converters_import):
+    core = (arguments, documents, attention, transformer_engine, rpe)
+    for module in (*core, flops, checkpoints, converters, converters_import):
         patch.changes += getattr(module, "CHANGES", [])
         patch.texts += getattr(module, "TEXTS", [])
         patch.files += getattr(module, "FILES", [])
