@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from tests.helpers.distributed import run_distributed
-from tests.neox_patch import checkouts, grid, truth
+from tests.neox_patch import checkouts, engines, grid, truth
 from tests.neox_patch import ours as our_program
 
 REASON = f"set {checkouts.VARIABLE} to a git repository of GPT-NeoX (a clone or a bare one) to try the patch on it"
@@ -87,17 +87,45 @@ def transformers_results(weights):
 
 
 @pytest.fixture(scope="session")
-def plain_runs(plain, state, tmp_path_factory):
-    """Function of tp: results of all configurations without new arguments in the plain checkout."""
-    return functools.cache(lambda tp: _run(plain, grid.absent_cases(tp), tp, tmp_path_factory))
+def our_training(weights, tmp_path_factory):
+    """{tp: [this project's training of each rank]}"""
+    folder = str(tmp_path_factory.mktemp("our_training"))
+    found = {}
+    for tp in grid.RANKS:
+        files = {name: weights[name][1][tp] for name in engines.NAMES}
+        found[tp] = run_distributed(tp, engines.our_training, files, folder, tmp_path=folder, timeout=300)
+    return found
 
 
 @pytest.fixture(scope="session")
-def new_runs(new, state, weights, tmp_path_factory):
+def saves(state, tmp_path_factory):
+    """Function of tp: the folder in which the patched checkout has a checkpoint of each configuration it trained."""
+    return lambda tp: str(tmp_path_factory.getbasetemp() / "saves" / f"{state} tp{tp}")
+
+
+@pytest.fixture(scope="session")
+def new_runs(new, weights, our_training, saves, tmp_path_factory):
     """Function of tp: results of all configurations, without new arguments and with, in the patched checkout."""
-    cases = lambda tp: grid.absent_cases(tp) + grid.width_cases(tp, weights)  # noqa: E731
-    return functools.cache(lambda tp: _run(new, cases(tp), tp, tmp_path_factory))
+
+    def run(tp):
+        cases = grid.absent_cases(tp) + engines.plain_cases(saves(tp)) + grid.width_cases(tp, weights)
+        cases += engines.width_cases(weights, our_training[tp][0], saves(tp), tp)
+        return _run(new, cases, tp, tmp_path_factory)
+
+    return functools.cache(run)
+
+
+@pytest.fixture(scope="session")
+def plain_runs(plain, new_runs, saves, tmp_path_factory):
+    """Function of tp: results of all configurations without new arguments in the plain checkout."""
+
+    def run(tp):
+        new_runs(tp)  # its checkpoints are loaded here
+        cases = grid.absent_cases(tp) + engines.plain_cases(saves(tp) + " plain") + engines.exchange_cases(saves(tp))
+        return _run(plain, cases, tp, tmp_path_factory)
+
+    return functools.cache(run)
 
 
 def _run(folder, cases, tp, tmp_path_factory):
-    return checkouts.run_cases(folder, cases, tp=tp, folder=tmp_path_factory.mktemp("runs"), timeout=300)
+    return checkouts.run_cases(folder, cases, tp=tp, folder=tmp_path_factory.mktemp("runs"), timeout=400)

@@ -7,6 +7,7 @@ OUT_FOLDER/NAME.rankR.pt: a dict with what was asked for, or {"error": class nam
 """
 
 import contextlib
+import inspect
 import io
 import os
 import sys
@@ -50,10 +51,19 @@ def run(case):
     import torch
 
     torch.manual_seed(neox_args.seed)
-    model = build(neox_args)
+    engine = None
+    if case.get("engine"):
+        engine = build_engine(neox_args)
+        model = engine.module
+    else:
+        model = build(neox_args)
     if case.get("weights") is not None:
         load_layers(model, case["weights"])
-    result = {"shapes": {name: tuple(tensor.shape) for name, tensor in named(model, "state_dict").items()}}
+    neox_args.engine_under_test = engine
+    result = {
+        "iteration": neox_args.iteration,
+        "shapes": {name: tuple(tensor.shape) for name, tensor in named(model, "state_dict").items()},
+    }
     result["buffers"] = sorted(set(result["shapes"]) - set(named(model, "named_parameters")))
     for action in case["do"]:
         if action != "shapes":
@@ -90,6 +100,13 @@ def build(neox_args):
     from megatron import training
 
     return training.get_model(neox_args=neox_args, use_cache=False)
+
+
+def build_engine(neox_args):
+    """DeepSpeed's engine as its training makes it; it has loaded neox_args.load if that is set."""
+    from megatron import training
+
+    return training.setup_model_and_optimizer(neox_args=neox_args, use_cache=False)[0]
 
 
 def layers(model):
@@ -195,7 +212,50 @@ def _generate(case, neox_args, model, result):
     model.train_mode()
 
 
-ACTIONS = {"forward": _forward, "backward": _backward, "state": _state, "generate": _generate}
+def _train(case, neox_args, model, result):
+    """Losses of a few optimizer steps by its own train_step, all on the batch of the case."""
+    from megatron import training
+    from megatron.utils import Timers
+
+    timers = Timers(use_wandb=False, tensorboard_writer=None, **_comet(Timers))
+    engine = neox_args.engine_under_test
+    batches = iter([{"text": case["ids"]} for _ in range(case["steps"])])
+    result["losses"] = []
+    for _ in range(case["steps"]):
+        engine.train()
+        losses, skipped = training.train_step(
+            neox_args=neox_args,
+            timers=timers,
+            data_iterator=batches,
+            model=engine,
+            optimizer=engine.optimizer,
+            lr_scheduler=engine.lr_scheduler,
+        )
+        result["losses"].append(float(losses["lm_loss"]))
+        assert not skipped
+
+
+def _comet(timers):
+    """An argument that came in 2024."""
+    return {"comet_experiment": None} if "comet_experiment" in inspect.signature(timers).parameters else {}
+
+
+def _save(case, neox_args, model, result):
+    """A checkpoint by its own save_checkpoint, into neox_args.save."""
+    from megatron.checkpointing import save_checkpoint
+
+    engine = neox_args.engine_under_test
+    save_checkpoint(neox_args, case["iteration"], engine, engine.optimizer, engine.lr_scheduler)
+
+
+ACTIONS = {
+    "forward": _forward,
+    "backward": _backward,
+    "state": _state,
+    "generate": _generate,
+    "train": _train,
+    "save": _save,
+}
 
 
 if __name__ == "__main__":
