@@ -1,5 +1,7 @@
 """Small modules with the constructs of GPT-NeoX's logging, checkpointing and layer list that the patch changes."""
 
+from types import SimpleNamespace
+
 from tools.neox_patch.source import Source
 
 LOGGING = """
@@ -165,3 +167,34 @@ def edited(change, text):
     source = Source(change.path, text)
     change.edit(source)
     return source.result() if source.changed else text
+
+
+COUNTED = dict(
+    num_layers=3,
+    seq_length=32,
+    train_batch_size=6,
+    padded_vocab_size=128,
+    num_kv_heads=None,
+    head_dim=None,
+    softmax_scale=None,
+    rotary_pct=1.0,
+    pos_emb="rotary",
+    use_mup=False,
+    log_kinds=False,
+    expansion_factor=None,
+    intermediate_size=None,
+)
+
+
+def counted_arguments(attention_config=("global",) * 3, checkpoint_activations=False, **widths):
+    """What counting operations asks of NeoXArgs."""
+    given = dict(COUNTED, attention_config=list(attention_config), checkpoint_activations=checkpoint_activations)
+    return SimpleNamespace(**{**given, **widths})
+
+
+def counting_functions(text, placed):
+    """The functions of a text, that which counts recomputed activations first; of imports only torch's are made."""
+    lines = [line for line in text.split("\n") if not line.startswith("from megatron")]
+    space = {"head_dim_flops": placed.head_dim_flops, "other_query_width": placed.other_query_width}
+    exec("\n".join(lines), space)
+    return [space[name] for name in ("get_actual_flops", "get_flops", "get_forward_backward_flops") if name in space]

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 
@@ -10,29 +10,19 @@ from megatron.costs.flops import forward_flops
 from tests.helpers.configs import tiny_args
 from tests.helpers.geometries import ALL, NARROW, WIDE_NON_DIVISIBLE
 from tests.helpers.neox_patch_arguments import load_placed
-from tests.helpers.neox_patch_geometry import LAYER_LIST, LAYER_LISTS, LOGGING, LOGGING_OTHERWISE, LOGGINGS, patched
+from tests.helpers.neox_patch_geometry import (
+    LAYER_LIST,
+    LAYER_LISTS,
+    LOGGING,
+    LOGGING_OTHERWISE,
+    LOGGINGS,
+    counted_arguments,
+    counting_functions,
+    patched,
+)
 from tools.neox_patch.change import Features
 from tools.neox_patch.changes import flops, rpe
 from tools.neox_patch.source import AnchorNotFound
-
-COMMON = dict(
-    num_layers=3,
-    seq_length=32,
-    train_batch_size=6,
-    padded_vocab_size=128,
-    num_kv_heads=None,
-    head_dim=None,
-    softmax_scale=None,
-    rotary_pct=1.0,
-    pos_emb="rotary",
-    use_mup=False,
-    log_kinds=False,
-)
-
-
-def arguments(attention_config=("global",) * 3, checkpoint_activations=False, **widths):
-    given = dict(COMMON, attention_config=list(attention_config), checkpoint_activations=checkpoint_activations)
-    return SimpleNamespace(**{**given, **widths})
 
 
 def changes_for(text, tmp_path):
@@ -40,14 +30,6 @@ def changes_for(text, tmp_path):
     (tmp_path / "megatron").mkdir(exist_ok=True)
     (tmp_path / flops.PATH).write_text(text)
     return [change for change in flops.CHANGES if change.wanted is None or change.wanted(Features(tmp_path))]
-
-
-def functions(text, placed):
-    """The functions of a text, by whether recomputed activations count; imports give what is placed, or nothing."""
-    lines = [line for line in text.split("\n") if not line.startswith("from megatron")]
-    space = {"head_dim_flops": placed.head_dim_flops, "other_query_width": placed.other_query_width}
-    exec("\n".join(lines), space)
-    return [space[name] for name in ("get_actual_flops", "get_flops", "get_forward_backward_flops") if name in space]
 
 
 def formula(args, passes):
@@ -61,7 +43,7 @@ def formula(args, passes):
 @pytest.mark.parametrize("name", ALL)
 def test_attention_is_counted_with_its_true_widths(monkeypatch, name, recomputed):
     """Against the sums of this project's own costs, part by part."""
-    placed, args = load_placed(monkeypatch, "flops"), arguments(**ALL[name])
+    placed, args = load_placed(monkeypatch, "flops"), counted_arguments(**ALL[name])
     ours = tiny_args(**ALL[name], num_layers=3, activation="gelu")
     parts = forward_flops(ours)
     assert parts["mlp"] == 3 * 16 * args.hidden_size**2, "an MLP as logging.py supposes all to be"
@@ -72,16 +54,16 @@ def test_attention_is_counted_with_its_true_widths(monkeypatch, name, recomputed
 
 def test_as_wide_as_hidden_it_is_the_published_formula(monkeypatch):
     placed = load_placed(monkeypatch, "flops")
-    args = arguments(hidden_size=96, num_attention_heads=4, head_dim=24)
+    args = counted_arguments(hidden_size=96, num_attention_heads=4, head_dim=24)
     assert placed.head_dim_flops(args) == pytest.approx(formula(args, 3), rel=1e-12)
     assert placed.head_dim_flops(args, recomputed=True) == pytest.approx(formula(args, 4), rel=1e-12)
 
 
 def test_layers_without_heads_keep_their_count(monkeypatch):
     placed = load_placed(monkeypatch, "flops")
-    args = arguments(("gmlp", "global", "amlp"), **NARROW)
-    wide = arguments(hidden_size=160, num_attention_heads=4)
-    expected = (2 * formula(wide, 3) + placed.head_dim_flops(arguments(**NARROW))) / 3
+    args = counted_arguments(("gmlp", "global", "amlp"), **NARROW)
+    wide = counted_arguments(hidden_size=160, num_attention_heads=4)
+    expected = (2 * formula(wide, 3) + placed.head_dim_flops(counted_arguments(**NARROW))) / 3
     assert placed.head_dim_flops(args) == pytest.approx(expected, rel=1e-12)
 
 
@@ -89,19 +71,19 @@ def test_layers_without_heads_keep_their_count(monkeypatch):
 def test_only_another_query_width_is_counted_otherwise(monkeypatch, tmp_path, spelling):
     placed, text = load_placed(monkeypatch, "flops"), LOGGINGS[spelling]
     after = patched(changes_for(text, tmp_path), text)
-    before, now = functions(text, placed), functions(after, placed)
+    before, now = counting_functions(text, placed), counting_functions(after, placed)
     assert len(before) == len(now) == (2 if text is LOGGING else 1)
     same = dict(hidden_size=64, num_attention_heads=4)
     unchanged = [same, dict(same, head_dim=16), dict(same, num_kv_heads=2), dict(same, num_kv_heads=2, head_dim=16)]
     for recomputed in (False, True):
         for number, (old, new) in enumerate(zip(before, now, strict=True)):
             for widths in unchanged:
-                args = arguments(checkpoint_activations=recomputed, **widths)
+                args = counted_arguments(checkpoint_activations=recomputed, **widths)
                 assert new(args, 0.7) == old(args, 0.7), "to the last bit"
             for kind in ("rwkv", "mamba"):
-                args = arguments((kind, "global", kind), recomputed, **WIDE_NON_DIVISIBLE)
+                args = counted_arguments((kind, "global", kind), recomputed, **WIDE_NON_DIVISIBLE)
                 assert new(args, 0.7) == old(args, 0.7)
-            args = arguments(checkpoint_activations=recomputed, **WIDE_NON_DIVISIBLE)
+            args = counted_arguments(checkpoint_activations=recomputed, **WIDE_NON_DIVISIBLE)
             counts_again = recomputed and number == 0
             assert new(args, 0.7) == placed.head_dim_flops(args, counts_again) / (0.7 * 2)
             assert new(args, 0.7) != old(args, 0.7)
@@ -110,9 +92,9 @@ def test_only_another_query_width_is_counted_otherwise(monkeypatch, tmp_path, sp
 def test_a_model_whose_widths_make_no_geometry_is_counted_as_ever(monkeypatch, tmp_path):
     """Mamba layers need no heads, and hidden_size need not divide by their number."""
     placed = load_placed(monkeypatch, "flops")
-    after = functions(patched(changes_for(LOGGING, tmp_path), LOGGING), placed)
-    args = arguments(("mamba",) * 3, hidden_size=50, num_attention_heads=4)
-    assert [new(args, 1.0) for new in after] == [old(args, 1.0) for old in functions(LOGGING, placed)]
+    after = counting_functions(patched(changes_for(LOGGING, tmp_path), LOGGING), placed)
+    args = counted_arguments(("mamba",) * 3, hidden_size=50, num_attention_heads=4)
+    assert [new(args, 1.0) for new in after] == [old(args, 1.0) for old in counting_functions(LOGGING, placed)]
 
 
 def test_the_comment_above_else_stays_there(tmp_path):
@@ -171,11 +153,13 @@ def bias_scales(text, monkeypatch, args):
 def test_scale_of_relative_positions(monkeypatch, spelling):
     text = LAYER_LISTS[spelling]
     after = patched(rpe.CHANGES, text)
-    plain = arguments(hidden_size=60, num_attention_heads=4, pos_emb="rpe")
+    plain = counted_arguments(hidden_size=60, num_attention_heads=4, pos_emb="rpe")
     assert bias_scales(after, monkeypatch, plain) == bias_scales(text, monkeypatch, plain) == [math.sqrt(15)]
     for widths in (WIDE_NON_DIVISIBLE, dict(WIDE_NON_DIVISIBLE, softmax_scale=0.5)):
-        assert bias_scales(after, monkeypatch, arguments(**dict(widths, pos_emb="rpe"))) == [math.sqrt(24)]
-    assert bias_scales(after, monkeypatch, arguments(hidden_size=50, num_attention_heads=4, pos_emb="none")) == []
+        assert bias_scales(after, monkeypatch, counted_arguments(**dict(widths, pos_emb="rpe"))) == [math.sqrt(24)]
+    assert (
+        bias_scales(after, monkeypatch, counted_arguments(hidden_size=50, num_attention_heads=4, pos_emb="none")) == []
+    )
 
 
 @pytest.mark.parametrize(
