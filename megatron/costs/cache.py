@@ -1,5 +1,6 @@
 """Bytes of the KV caches, as they are allocated."""
 
+from megatron.costs.stages import stages
 from megatron.model.attention.cache import layer_cache_bytes
 
 
@@ -12,6 +13,15 @@ def kv_cache_bytes(neox_args, batch_size: int, tokens: int) -> int:
     ranks = neox_args.model_parallel_size
     layers = range(neox_args.num_layers)
     return ranks * sum(layer_cache_bytes(neox_args, number, ranks, batch_size, tokens) for number in layers)
+
+
+def kv_cache_bytes_per_rank(neox_args, batch_size: int, tokens: int) -> int:
+    """As kv_cache_bytes, on one rank: that of the pipeline stage whose layers take the most."""
+    ranks = neox_args.model_parallel_size
+    return max(
+        sum(layer_cache_bytes(neox_args, number, ranks, batch_size, tokens) for number in stage.layers)
+        for stage in stages(neox_args)
+    )
 
 
 def kv_cache_bytes_per_token(neox_args) -> int:
