@@ -23,7 +23,7 @@ from tools.neox_patch.source import AnchorNotFound, Source
 TOKENS, BATCH = 12, 2
 CASES = {
     "wide": WIDE_NON_DIVISIBLE,
-    "narrow": dict(NARROW, rotary_pct=0.5, use_bias_in_attn_linear=False),
+    "narrow": dict(NARROW, rotary_pct=0.5, use_bias_in_attn_linear=False, softmax_scale=0.5),
     "mha": dict(MHA, sliding_window_width=3, softmax_scale=0.4),
     "mqa": dict(MQA, pos_emb="none", norm="scalenorm"),
     "quotient": dict(QUOTIENT, norm="rmsnorm"),
