@@ -20,10 +20,8 @@ from megatron.neox_arguments.loading import parse
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MODELS = json.loads((Path(__file__).parent / "data" / "preset_geometries.json").read_text())["models"]
-NOT_CONVERTIBLE = {"qwen3/qwen3-0.6B.yml": 28 * 2 * 128}
-"""Parameters of the published model that a preset leaves out: Qwen3's scales for q and k, one per head width."""
-MORE_ROWS = ("qwen3/qwen3-0.6B.yml",)
-"""Published weights with more rows than any padding of the tokenizer gives."""
+OTHERS = json.loads((Path(__file__).parent / "data" / "preset_configs.json").read_text())["presets"]
+"""Presets of test_presets_families.py."""
 DEMO = "demo/qwen3-tiny-cpu.yml"
 OVERLAYS = sorted(path.name for path in (CONFIGS / "demo").glob("*.yml") if path.name != Path(DEMO).name)
 UPSTREAM = {row[0] for row in json.loads((Path(__file__).parent / "data" / "upstream_args.json").read_text())["args"]}
@@ -42,10 +40,10 @@ def one_process(name, **changes):
 
 def test_every_preset_has_a_published_model_beside_it_and_is_in_the_readme():
     found = {path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yml")}
-    assert {name for name in found if not name.startswith("demo/")} == set(MODELS)
+    assert {name for name in found if not name.startswith("demo/")} == {*MODELS, *OTHERS}
     readme = (CONFIGS / "README.md").read_text()
     for name in found:
-        stem = Path(name).stem if name.startswith(("pythia/", "llama")) else Path(name).name
+        stem = Path(name).stem if name.startswith(("pythia/", "llama")) or name in OTHERS else Path(name).name
         assert re.search(rf"\b{re.escape(stem)}\b", readme), name
 
 
@@ -86,9 +84,9 @@ def test_the_form_of_a_layer_is_the_published_one(name):
 def test_parameter_count_is_the_published_one(name):
     """With the published, padded vocabulary, and without the padding with the tokenizer's own."""
     model, args = MODELS[name], load(name)
-    published = model["params"] - NOT_CONVERTIBLE.get(name, 0)
+    published = model["params"]
     rows = padded_vocab_size(model["tokenizer_size"], args.make_vocab_size_divisible_by, args.model_parallel_size)
-    assert rows < model["vocab_size"] if name in MORE_ROWS else rows == model["vocab_size"]
+    assert rows == model["vocab_size"]
     args.padded_vocab_size = model["vocab_size"]
     assert costs.num_parameters(args) == published
     args.padded_vocab_size = model["tokenizer_size"]
@@ -100,8 +98,7 @@ def test_parameter_count_is_the_published_one(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_header_states_the_parameter_count(name):
     text = (CONFIGS / name).read_text()
-    if not name.startswith("qwen3"):
-        assert f"{MODELS[name]['params']:,} parameters" in text.splitlines()[0]
+    assert f"{MODELS[name]['params']:,} parameters" in text.splitlines()[0]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -136,7 +133,7 @@ def test_gpt_neoxs_way_to_write_the_mlp_width_gives_the_same(name):
     assert str(3 * width) in (CONFIGS / name).read_text()
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("qwen3")])
+@pytest.mark.parametrize("name", MODELS)
 def test_the_batch_keeps_its_size_on_any_number_of_devices(name):
     args = load(name)
     total, ranks = args.train_batch_size, args.global_num_gpus
@@ -153,12 +150,6 @@ def test_gpt_neox_can_read_the_presets_of_its_own_models(name):
     values = parse(text, name)
     assert set(values) <= UPSTREAM
     assert yaml.load(text, Loader=yaml.FullLoader) == values
-
-
-def test_qwen3_has_heads_wider_than_the_quotient():
-    geometry = load("qwen3/qwen3-0.6B.yml").head_geometry()
-    assert (geometry.num_attention_heads, geometry.head_dim) == (16, 128)
-    assert (geometry.qkv_hidden_size, geometry.hidden_size) == (4096, 1024)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

@@ -1,0 +1,153 @@
+"""tools/head_dim plan: its numbers against megatron.costs and built models, sweeps at equal cost, fits, errors."""
+
+import json
+
+import pytest
+import yaml
+
+from megatron import costs
+from megatron.model.gpt2_model import build_model
+from megatron.neox_arguments import NeoXArgs
+from tests.helpers.geometries import ALL
+from tools.head_dim.__main__ import main
+from tools.head_dim.devices import DEVICES
+
+MODEL = dict(
+    num_layers=2, **ALL["wide_non_divisible"], ffn_hidden_size=112, pos_emb="rotary", norm="rmsnorm",
+    activation="swiglu", seq_length=64, max_position_embeddings=64, padded_vocab_size=128, no_weight_tying=True,
+    use_bias_in_attn_linear=False, use_bias_in_mlp=False, train_micro_batch_size_per_gpu=2,
+    optimizer={"type": "Adam", "params": {"lr": 1e-3}},
+)  # fmt: skip
+LARGE = dict(MODEL, num_layers=40, hidden_size=5120, num_attention_heads=64, num_kv_heads=8, head_dim=128,
+             ffn_hidden_size=25600, precision="bfloat16", padded_vocab_size=151936, seq_length=4096,
+             max_position_embeddings=4096)  # fmt: skip
+
+
+def plan(capsys, folder, settings, *options):
+    """Exit status and the JSON, or what was said on stderr."""
+    path = folder / "model.yml"
+    path.write_text(yaml.safe_dump(settings))
+    status = main(["plan", str(path), *options, "--json"])
+    out, err = capsys.readouterr()
+    return status, json.loads(out) if out else err
+
+
+def args_of(settings, **changes):
+    return NeoXArgs.from_dict({**settings, **changes})
+
+
+def test_the_numbers_are_those_of_costs(tmp_path, capsys):
+    status, report = plan(capsys, tmp_path, MODEL, "--seq", "96", "--batch", "3", "--tp", "2", "--gpus", "4")
+    args = args_of(MODEL, seq_length=96, max_position_embeddings=96, model_parallel_size=2, global_num_gpus=4)
+    assert status == 0
+    geometry = report["geometry"]
+    assert [geometry[key] for key in ("query_width", "kv_width", "qkv_width", "seq_length")] == [144, 48, 240, 96]
+    assert report["parameters"].pop("total") == costs.num_parameters(args) == sum(report["parameters"].values())
+    assert report["flops"]["training"] == costs.flops_per_token(args)
+    assert report["kv_cache"]["bytes"] == costs.kv_cache_bytes(args, 3, 96)
+    assert report["kv_cache"]["bytes_per_rank"] == costs.kv_cache_bytes(args, 3, 96) / 2
+    assert report["memory"]["total"] == costs.memory_per_rank(args).total
+    assert "fits" not in report["memory"]
+
+
+def test_the_page_has_them_too(tmp_path, capsys):
+    path = tmp_path / "model.yml"
+    path.write_text(yaml.safe_dump(MODEL))
+    assert main(["plan", str(path), "--device", "h100"]) == 0
+    page = capsys.readouterr().out
+    args = args_of(MODEL)
+    assert "residual 80 -> QKV 240 -> 6 query heads x 24 = 144, 2 key/value heads x 24 = 48 -> output 144" in page
+    for number in (costs.num_parameters(args), costs.kv_cache_bytes_per_token(args)):
+        assert f"{number:,}" in page
+    assert "It fits on H100" in page
+
+
+@pytest.mark.parametrize("adjust, within", [("ffn", 1e-3), ("heads", 0.1)])
+@pytest.mark.parametrize("equal", ["params", "flops"])
+def test_variants_at_equal_cost_really_are(tmp_path, capsys, equal, adjust, within):
+    """The parameters are counted on the modules that the variants build."""
+    settings = {**MODEL, "num_attention_heads": 12, "num_kv_heads": 4, "ffn_hidden_size": 1120}
+    options = ("--sweep", "head_dim=12,24,48", "--at-equal", equal, "--adjust", adjust)
+    status, report = plan(capsys, tmp_path, settings, *options)
+    assert status == 0
+    base = args_of(settings)
+    for row in report["variants"]:
+        keys = ("head_dim", "num_attention_heads", "num_kv_heads", "ffn_hidden_size")
+        variant = args_of(settings, **{key: row[key] for key in keys})
+        built = sum(parameter.numel() for parameter in build_model(variant).parameters())
+        assert row["parameters"] == built
+        cost = costs.num_parameters if equal == "params" else costs.flops_per_token
+        assert cost(variant) == pytest.approx(cost(base), rel=within)
+    widths = [row["query_width"] for row in report["variants"]]
+    assert len(set(widths)) == (3 if adjust == "ffn" else 1)
+
+
+def test_a_variant_that_is_no_config_has_its_reason(tmp_path, capsys):
+    _, report = plan(capsys, tmp_path, MODEL, "--sweep", "head_dim=24,25,-8")
+    good, odd, negative = report["variants"]
+    assert good["query_width"] == 144 and "problems" not in good
+    assert "rotates 25 dimensions" in odd["problems"][0]
+    assert "head_dim=-8 must be greater than 0" in negative["problems"][0]
+
+
+def test_other_settings_can_be_swept(tmp_path, capsys):
+    _, report = plan(capsys, tmp_path, MODEL, "--sweep", "num-kv-heads=1,2,3,6")
+    cache = [row["kv_bytes_per_token"] for row in report["variants"]]
+    assert [size / cache[0] for size in cache] == [1, 2, 3, 6]
+
+
+def test_the_picture(tmp_path, capsys):
+    picture = tmp_path / "widths.png"
+    plan(capsys, tmp_path, MODEL, "--sweep", "head_dim=12,24", "--plot", str(picture))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_does_not_fit_and_what_would(tmp_path, capsys):
+    """A model of 16 bytes a parameter and more cannot be on one device of 24 GB, and may on many."""
+    status, report = plan(capsys, tmp_path, LARGE, "--device", "rtx-4090", "--gpus", "1")
+    memory = report["memory"]
+    assert (status, memory["fits"], memory["would_fit"]) == (1, False, [])
+    assert memory["total"] > 12 * report["parameters"]["total"]
+    status, report = plan(capsys, tmp_path, LARGE, "--device", "h200", "--gpus", "64")
+    assert status == 1
+    layout = report["memory"]["would_fit"][0]
+    assert "64 devices" in layout and "zero" in layout
+
+
+def test_speed_is_the_peak_over_the_operations(tmp_path, capsys):
+    _, report = plan(capsys, tmp_path, MODEL, "--device", "a100-80", "--mfu", "0.25")
+    expected = 0.25 * DEVICES["a100-80"].bf16_tflops * 1e12 / costs.flops_per_token(args_of(MODEL))
+    assert report["flops"]["tokens_per_second_per_device"] == pytest.approx(expected)
+
+
+def test_backends_say_what_they_do_with_the_width(tmp_path, capsys):
+    _, report = plan(capsys, tmp_path, dict(MODEL, head_dim=20))
+    rows = {(row["backend"], row["device"], row["precision"]): row for row in report["backends"]}
+    assert rows["flash", "cpu", "fp32"]["note"] == "computed at 24, with 4 columns of zeros"
+    assert not rows["flash", "cuda", "fp32"]["runs"]
+    _, report = plan(capsys, tmp_path, dict(MODEL, head_dim=320))
+    rows = {(row["backend"], row["device"], row["precision"]): row for row in report["backends"]}
+    assert "head_dim=320" in rows["flash", "cuda", "bfloat16"]["note"]
+    assert rows["chunked", "cuda", "bfloat16"]["runs"]
+
+
+@pytest.mark.parametrize(
+    "changes, options, said",
+    [
+        (dict(padded_vocab_size=None), (), "give --vocab-size"),
+        ({}, ("--sweep", "head_dim"), "write a setting and its values"),
+        ({}, ("--plot", "x.png"), "give that too"),
+        ({}, ("--mfu", "1.5"), "at most 1"),
+        (dict(head_dim=25), (), "rotates 25 dimensions"),
+        ({}, ("--tp", "4", "--gpus", "4"), "num_attention_heads=6 does not divide by model_parallel_size=4"),
+    ],
+)
+def test_errors(tmp_path, capsys, changes, options, said):
+    status, text = plan(capsys, tmp_path, {**MODEL, **changes}, *options)
+    assert status == 2
+    assert said in text
+
+
+def test_a_vocabulary_that_is_given(tmp_path, capsys):
+    _, report = plan(capsys, tmp_path, dict(MODEL, padded_vocab_size=None), "--vocab-size", "1000", "--tp", "2")
+    assert report["geometry"]["vocabulary"] == 1024
