@@ -247,9 +247,11 @@ def rank_rows(rows, rank, heads, kv_heads, width):
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("geometry", ["plain", "plain_gqa"])
 def test_the_quotient_given_is_the_quotient_derived(geometry, joint):
-    derived = arguments(use_qk_layernorm=joint, **GEOMETRIES[geometry])
-    given = arguments(use_qk_layernorm=joint, **dict(GEOMETRIES[geometry], head_dim=widths(derived)[2]))
-    named = arguments(qk_norm_type="joint" if joint else None, **GEOMETRIES[geometry])
+    """joint with layernorm: before 2025 GPT-NeoX's rmsnorm is over one dimension only."""
+    widths_only = dict(GEOMETRIES[geometry], norm="layernorm")
+    derived = arguments(use_qk_layernorm=joint, **widths_only)
+    given = arguments(use_qk_layernorm=joint, head_dim=widths(derived)[2], **widths_only)
+    named = arguments(qk_norm_type="joint" if joint else None, **widths_only)
     layers, states = [attention_layer(neox_args) for neox_args in (derived, given, named)], hidden_states(derived)
     for layer in layers[1:]:
         assert list(layer.state_dict()) == list(layers[0].state_dict())
