@@ -14,10 +14,6 @@ DIVISORS = {
 ALLOWED = {
     ("megatron/geometry.py", "num_attention_heads"): "the one place",
     ("megatron/logging.py", "num_heads"): "rwkv's own heads",
-    (
-        "tools/ckpts/convert_raw_llama_weights_to_neox.py",
-        "num_heads",
-    ): "Meta's format: its heads are always the quotient",
 }
 
 
