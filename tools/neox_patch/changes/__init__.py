@@ -7,6 +7,7 @@ from tools.neox_patch.changes import (
     checkpoints,
     converters,
     converters_import,
+    converters_weights,
     documents,
     flops,
     rpe,
@@ -18,7 +19,7 @@ def whole_patch() -> Patch:
     """Everything that is changed and added, in the order in which a reader should see it."""
     patch = Patch()
     core = (arguments, documents, attention, transformer_engine, rpe)
-    for module in (*core, flops, checkpoints, converters, converters_import):
+    for module in (*core, flops, checkpoints, converters, converters_weights, converters_import):
         patch.changes += getattr(module, "CHANGES", [])
         patch.texts += getattr(module, "TEXTS", [])
         patch.files += getattr(module, "FILES", [])

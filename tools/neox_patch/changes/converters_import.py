@@ -37,13 +37,13 @@ def _imports(line: cst.CSTNode) -> bool:
 
 
 def _attention(source: Source) -> None:
-    _uses(source, "from megatron.head_dim import hf, hf_import")
+    _uses(source, "from megatron.head_dim import hf_heads, hf_import")
     convert = find.function_named(source, "convert_model")
     weights, config, ranks = _three(source, convert)
     for node in find.where_is(convert, source, "model.model.config"):
         source.replace(node, config)  # it had to be a global name
     width = find.assignment_to(convert, source, "head_dim", "def convert_model")
-    source.replace(width.value, f"hf.hf_geometry({config}).head_dim")
+    source.replace(width.value, f"hf_heads.hf_geometry({config}).head_dim")
     if find.calls_of(convert, source, PARAMETERS):
         return
     loop = _fused_loop(source, convert)
@@ -176,7 +176,7 @@ def _parsed(source: Source) -> cst.Call:
 
 
 def _settings(source: Source) -> None:
-    _uses(source, "from megatron.head_dim import hf, hf_import")
+    _uses(source, "from megatron.head_dim import hf_heads, hf_import")
     args = source.code(source.parent(_parsed(source)).targets[0].target)
     call = find.call_of(source.module, source, "convert_model", "the script")
     if len(call.args) != 3:
@@ -201,10 +201,12 @@ def _settings(source: Source) -> None:
 
 
 def _raw(source: Source) -> None:
-    _uses(source, "from megatron.head_dim import hf")
+    _uses(source, "from megatron.head_dim import hf_heads")
     for name in ("convert_model_pipeline", "convert_model_sequential"):
         function = find.function_named(source, name)
         width = find.assignment_to(function, source, "dims_per_head", f"def {name}")
+        if find.calls_of(width, source, "hf_heads.raw_head_dim"):
+            continue
         heads = [
             node.value
             for node in find.every(function, cst.Subscript)
@@ -212,7 +214,7 @@ def _raw(source: Source) -> None:
         ]
         if not heads:
             raise AnchorNotFound(f'{source.path}: params["n_heads"] in def {name}')
-        source.replace(width.value, f"hf.raw_head_dim({source.code(heads[0])})")
+        source.replace(width.value, f"hf_heads.raw_head_dim({source.code(heads[0])})")
 
 
 CHANGES = [

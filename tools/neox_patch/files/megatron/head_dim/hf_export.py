@@ -10,7 +10,7 @@ from typing import Any, Dict, List
 
 from megatron.errors import ConfigError, ConversionError
 from megatron.geometry import HeadGeometry
-from megatron.head_dim.hf import hf_geometry
+from megatron.head_dim.hf_heads import hf_geometry
 
 CLASS_NAMES = {
     "neox": "GPTNeoXForCausalLM",

@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from megatron.errors import ConversionError
-from megatron.head_dim.hf import hf_geometry, merge_qkv
+from megatron.head_dim.hf_heads import hf_geometry, merge_qkv
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu"}
