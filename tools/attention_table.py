@@ -1,4 +1,4 @@
-"""python -m tools.attention_table: compare every kind of attention with one reference; write neox_args_head_dim.md.
+"""python -m tools.attention_table: compare every kind of attention with one reference; write docs/attention.md.
 
 Only the part between the two marker comments is written. With --check nothing is: the exit code is 1 if the page has
 other rows, columns or refusals than are measured. In both cases it is 1 if a difference is larger than allowed.
@@ -17,7 +17,7 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.te import VERSION, WHEEL
 from tools.page_section import PageSection
 
-PATH = Path(__file__).resolve().parents[1] / "neox_args_head_dim.md"
+PATH = Path(__file__).resolve().parents[1] / "docs" / "attention.md"
 START = "<!-- the attention table: written by python -m tools.attention_table -->"
 END = "<!-- end of the attention table -->"
 ROW_NAMES = "hidden / n / m / d / rotary_pct"

@@ -15,7 +15,7 @@ TESTED = {
     4: ("88 / 12 / 4 / 10 / 1", "160 / 4 / 2 / 24 / 0.5", "72 / 4 / 4 / 64 / 0.25", "44 / 4 / 1 / 80 / 0.25"),
 }
 """By ranks: GQA, wide and non-divisible, MHA, and fewer key/value heads than ranks: 1 of 2, 2 of 4 and 1 of 4. The
-table in neox_args_head_dim.md has all that split."""
+table in docs/attention.md has all that split."""
 
 
 def test_the_names_are_of_geometries_that_split():

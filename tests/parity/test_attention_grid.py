@@ -1,6 +1,6 @@
 """Every backend with every geometry and feature is the fp64 reference, or refuses by name; nothing else is refused.
 
-The page that shows it is neox_args_head_dim.md, written by tools/attention_table.py from the same grid.
+The page that shows it is docs/attention.md, written by tools/attention_table.py from the same grid.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The table in neox_args_head_dim.md is about the grid that exists, and its command sees what is missing or wrong."""
+"""The table in docs/attention.md is about the grid that exists, and its command sees what is missing or wrong."""
 
 import re
 
