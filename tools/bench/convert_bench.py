@@ -13,7 +13,7 @@ import argparse
 import json
 import os
 import resource
-import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +29,7 @@ from megatron.convert.hf_source import HFSource
 from megatron.convert.hf_writer import HFWriter, write_json
 from megatron.convert.rules import write_out
 from megatron.neox_arguments import NeoXArgs
+from tools.ending import sigterm_as_exit
 
 COMMON = dict(vocab_size=151936, rope_theta=1e6, rms_norm_eps=1e-6, max_position_embeddings=40960)
 MODELS = {
@@ -59,14 +60,11 @@ class Step(NamedTuple):
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Run the benchmark; returns 1 if a tensor came back changed."""
     options = parse(arguments)
-    work = tempfile.mkdtemp(prefix="convert_bench_", dir=options.dir)
-    try:
+    with sigterm_as_exit(), tempfile.TemporaryDirectory(prefix="convert_bench_", dir=options.dir) as work:
         source = os.path.join(work, "source")
         size, largest = make_model(source, options.model, options.layers)
         steps = [measured(name, command, size) for name, command in commands(work, options)]
         changed = differences(source, os.path.join(work, "exported"))
-    finally:
-        shutil.rmtree(work)
     show(options, steps, size, largest)
     print(f"tensors that came back changed: {changed or 'none'}")
     return 1 if changed else 0
@@ -130,13 +128,18 @@ def measured(name: str, command: List[str], size: int) -> Step:
     os.sync()
     touch_memory(size)
     start = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=_ROOT)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=_ROOT, start_new_session=True)
     anonymous = resident = 0
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    while process.poll() is None:
-        status = _memory(process.pid)
-        anonymous, resident = max(anonymous, status.get("RssAnon", 0)), max(resident, status.get("VmHWM", 0))
-        time.sleep(_POLL_SECONDS)
+    try:
+        while process.poll() is None:
+            status = _memory(process.pid)
+            anonymous, resident = max(anonymous, status.get("RssAnon", 0)), max(resident, status.get("VmHWM", 0))
+            time.sleep(_POLL_SECONDS)
+    finally:
+        if process.poll() is None:  # this one is being ended, and its folder removed
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     seconds = time.monotonic() - start
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)

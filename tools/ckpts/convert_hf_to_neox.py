@@ -19,6 +19,7 @@ from megatron.convert.hub import local_folder  # noqa: E402
 from megatron.convert.importing import CONFIG_NAME, import_hf  # noqa: E402
 from megatron.convert.precision import OPTIONS  # noqa: E402
 from megatron.errors import NeoXError  # noqa: E402
+from tools.ending import sigterm_as_exit  # noqa: E402
 from tools.options import at_least  # noqa: E402
 
 
@@ -73,7 +74,8 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
 def run(model: str, out: str, **options) -> int:
     """Import, and say what was made and what to do with it; returns the exit status."""
     try:
-        folder = import_hf(local_folder(model), out, say=print, **options)
+        with sigterm_as_exit():
+            folder = import_hf(local_folder(model), out, say=print, **options)
     except (NeoXError, OSError) as error:
         print(f"import: {error}", file=sys.stderr)
         return 1

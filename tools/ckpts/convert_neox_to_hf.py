@@ -25,6 +25,7 @@ from megatron.convert.hf_writer import MAX_SHARD_BYTES  # noqa: E402
 from megatron.convert.outputs import check_new  # noqa: E402
 from megatron.convert.precision import OPTIONS  # noqa: E402
 from megatron.errors import NeoXError  # noqa: E402
+from tools.ending import sigterm_as_exit  # noqa: E402
 from tools.options import at_least  # noqa: E402
 
 
@@ -32,7 +33,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Run the tool; returns the exit status."""
     options = parse(arguments)
     try:
-        convert(options)
+        with sigterm_as_exit():
+            convert(options)
     except (NeoXError, OSError) as error:
         print(f"export: {error}", file=sys.stderr)
         return 1

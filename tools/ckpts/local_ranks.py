@@ -4,16 +4,14 @@ import math
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
-import threading
 import time
 import traceback
-from contextlib import contextmanager
 from multiprocessing.connection import wait
-from typing import Any, Callable, Iterator, List
+from typing import Any, Callable, List
 
 from megatron.errors import NeoXError
+from tools.ending import sigterm_as_exit
 
 _GRACE = 5.0
 """Seconds that the other ranks get to report their own error, before they are ended."""
@@ -43,26 +41,13 @@ def run_on_ranks(world_size: int, function: Callable, *arguments: Any) -> Any:
         results = context.SimpleQueue()
         common = (world_size, os.path.join(folder, "store"), results, function, arguments)
         ranks = [context.Process(target=_rank_main, args=(rank, *common), daemon=True) for rank in range(world_size)]
-        with _sigterm_as_exit():
+        with sigterm_as_exit():
             try:
                 for process in ranks:
                     process.start()
                 return _first_result(ranks, results)
             finally:
                 _end(ranks)
-
-
-@contextmanager
-def _sigterm_as_exit() -> Iterator[None]:
-    """A tool that is told to end ends its ranks too, and removes what it had begun to write."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _first_result(ranks: List[multiprocessing.Process], results: Any) -> Any:
