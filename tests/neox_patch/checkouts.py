@@ -14,6 +14,7 @@ repository() is $GPT_NEOX_CHECKOUT: a clone or a bare repository. A case that fa
 "message", "traceback"} in the place of results.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -126,15 +127,18 @@ def checkout_at(repo, commit, folder):
     return folder
 
 
-def patched(folder, patch=None):
-    """Apply the patch to the files in a folder. Returns the folder; raises ValueError if something is not found."""
-    plan = make_plan(Path(folder), patch or whole_patch())
+def patched(folder, plan=None):
+    """Apply the patch (or a plan of it) to the files in a folder. Returns the folder.
+
+    Raises ValueError if something is not found.
+    """
+    plan = plan or make_plan(Path(folder), whole_patch())
     if plan.missing:
         raise ValueError("not found:\n" + "\n".join(plan.missing))
     for path, text in plan.after.items():
         target = Path(folder) / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
+        target.write_text(text, encoding="utf-8", newline="")
     return Path(folder)
 
 
@@ -176,22 +180,30 @@ def run_cases(checkout, cases, tp=1, folder=None, timeout=300):
     }
 
 
-def _start(checkout, folder, rank, tp):
+def run_tests(checkout, files, folder, timeout=300):
+    """Collect all tests of a checkout and run `files`: what run_tests.py writes."""
+    out = Path(folder) / "tests.json"
+    command = [sys.executable, str(PROGRAM.with_name("run_tests.py")), str(checkout), str(out), *files]
+    options = dict(env=_environment(folder), cwd=folder, capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(command, **options)
+    if done.returncode:
+        raise RuntimeError(done.stdout[-4000:] + done.stderr[-4000:])
+    return json.loads(out.read_text())
+
+
+def _environment(folder, rank=0, tp=1):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(tp), DS_ACCELERATOR="cpu")
-    environment.update(
-        OMP_NUM_THREADS="1", TORCH_EXTENSIONS_DIR=str(folder / "extensions"), PYTHONDONTWRITEBYTECODE="1"
-    )
-    command = [
-        sys.executable,
-        str(PROGRAM),
-        str(checkout),
-        str(folder / "cases.pt"),
-        str(folder),
-        str(folder / "store"),
-    ]
+    environment.update(OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
+    environment["TORCH_EXTENSIONS_DIR"] = str(Path(folder) / "extensions")
+    return environment
+
+
+def _start(checkout, folder, rank, tp):
+    command = [sys.executable, PROGRAM, checkout, folder / "cases.pt", folder, folder / "store"]
+    environment = _environment(folder, rank, tp)
     with open(folder / f"rank{rank}.log", "w") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder)
+        return subprocess.Popen(list(map(str, command)), stdout=log, stderr=log, env=environment, cwd=folder)
 
 
 def _wait(processes, folder, timeout):

@@ -7,6 +7,8 @@ import pytest
 from tests.helpers.distributed import run_distributed
 from tests.neox_patch import checkouts, engines, grid, truth
 from tests.neox_patch import ours as our_program
+from tools.neox_patch.changes import whole_patch
+from tools.neox_patch.plan import make_plan
 
 REASON = f"set {checkouts.VARIABLE} to a git repository of GPT-NeoX (a clone or a bare one) to try the patch on it"
 HEAD = "HEAD"
@@ -24,6 +26,14 @@ def pytest_generate_tests(metafunc):
         )
 
 
+def pytest_collection_modifyitems(items):
+    """All tests of a state in one process, which makes its checkouts and runs once (pytest-xdist, --dist loadgroup)."""
+    for item in items:
+        state = getattr(item, "callspec", None) and item.callspec.params.get("state")
+        if state and "neox_patch" in str(item.path):
+            item.add_marker(pytest.mark.xdist_group(f"GPT-NeoX {state}"))
+
+
 @pytest.fixture(scope="session")
 def repo():
     """The repository; skips if none is named."""
@@ -39,10 +49,18 @@ def plain(repo, state, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def new(repo, state, tmp_path_factory):
+def plan(plain):
+    """What the patch would do to a state."""
+    return make_plan(plain, whole_patch())
+
+
+@pytest.fixture(scope="session")
+def new(repo, state, plan, tmp_path_factory):
     """A state with the patch."""
     folder = tmp_path_factory.getbasetemp() / "patched" / state
-    return folder if folder.exists() else checkouts.patched(checkouts.checkout_at(repo, state, folder))
+    if not folder.exists():
+        checkouts.patched(checkouts.checkout_at(repo, state, folder), plan)
+    return folder
 
 
 @pytest.fixture(scope="session")
