@@ -1,9 +1,9 @@
 """Bytes of a training step on the fullest rank, under tensor and pipeline parallelism, ZeRO and checkpointing."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import List, NamedTuple, Optional
 
-from megatron.costs.activations import Batch, kernel_of, layer_activations, norm_bytes
+from megatron.costs.activations import Batch, attention_bytes, kernel_of, layer_activations, norm_bytes
 from megatron.costs.stages import FIRST_TRANSFORMER_LAYER, Stage, stage_parameters, stages
 from megatron.costs.states import States, states
 
@@ -30,12 +30,15 @@ class MemoryEstimate:
 
 
 class _Kept(NamedTuple):
-    """Activations of a stage. kept: of one micro batch until its backward pass; recomputed: the largest segment that
-    is computed again; workspace: of one layer's backward pass."""
+    """Activations of a stage. kept: of one micro batch until its backward pass; first: what of them is left at the
+    first layer; recomputed: the largest group of layers that is computed again; workspace: of one layer's backward
+    pass; late: the part of the parameters whose gradients come with or after those of the first layer or group."""
 
     kept: int
+    first: int
     recomputed: int
     workspace: int
+    late: float
 
 
 def memory_per_rank(neox_args, *, world_size: Optional[int] = None, device: str = "cuda") -> MemoryEstimate:
@@ -74,12 +77,17 @@ def _stage_memory(neox_args, stage: Stage, world_size: Optional[int], device: st
 
 
 def _peak(held: States, activations: _Kept, logits: int, in_flight: int, micro_batches: int) -> int:
-    """The most of what comes and goes: at the loss, in the backward pass of a layer, at its end, in the step."""
-    before = held.gradients if micro_batches > 1 else 0
-    loss = before + in_flight * activations.kept + logits
-    backward = before + in_flight * activations.kept + activations.recomputed + activations.workspace
-    end = held.gradients + (in_flight - 1) * activations.kept + activations.recomputed + activations.workspace
-    return max(loss, backward, end, held.gradients + held.step)
+    """The most of what comes and goes: at the loss, in the backward pass of the last and of the first layer (or group
+    of layers that is checkpointed), after it, and in the optimizer's step."""
+    before = held.gradients if micro_batches > 1 else held.standing
+    others = (in_flight - 1) * activations.kept
+    layer = activations.recomputed + activations.workspace
+    early = max(before, held.standing + int((held.gradients - held.standing) * (1 - activations.late)))
+    return max(
+        before + others + activations.kept + max(logits, layer),
+        early + others + activations.first + layer,
+        held.gradients + max(others, held.step),
+    )
 
 
 def _activations(neox_args, stage: Stage, batch: Batch) -> _Kept:
@@ -104,7 +112,16 @@ def _activations(neox_args, stage: Stage, batch: Batch) -> _Kept:
         kept += stream  # sent on, and kept for the gradient to come back to
     recomputed = max((sum(each[number] for number in segment) for segment in checkpointed), default=0)
     workspace = max((_workspace(neox_args, number, batch) for number in stage.layers), default=0)
-    return _Kept(kept, recomputed, workspace)
+    first = boundary if checkpointed else next(iter(each.values()), 0)
+    return _Kept(kept, first, recomputed, workspace, _late_share(neox_args, stage, checkpointed))
+
+
+def _late_share(neox_args, stage: Stage, checkpointed: List[List[int]]) -> float:
+    """See _Kept.late."""
+    numbers = checkpointed[0] if checkpointed else stage.layers[:1]
+    beginning = replace(stage, end=max(stage.first, FIRST_TRANSFORMER_LAYER + max(numbers, default=-1) + 1))
+    late, every = (sum(p.numel for p in stage_parameters(neox_args, part)) for part in (beginning, stage))
+    return late / every
 
 
 def _segments(neox_args, stage: Stage) -> List[List[int]]:
@@ -124,22 +141,23 @@ def _segments(neox_args, stage: Stage) -> List[List[int]]:
 
 
 def _workspace(neox_args, number: int, batch: Batch) -> int:
-    """Gradients that exist at one time in a layer's backward pass: of the MLP's branches, or of scores."""
+    """Gradients that exist at one time in a layer's backward pass, less the activations that it has freed by then."""
     c, mlp = batch.number_bytes, neox_args.mlp_geometry(number)
     own = neox_args.head_geometry(number).shard(batch.ranks)
+    parts = layer_activations(neox_args, number, batch)
+    freed = parts["mlp"] + parts["norms"] // 2 + attention_bytes(neox_args, number, batch)["context"]
     stream = 2 * c * batch.tokens * neox_args.hidden_size
     branches = c * batch.tokens * (mlp.linear1_width + mlp.ffn_hidden_size) // batch.ranks
-    heads = 2 * c * batch.tokens * own.qkv_hidden_size
-    scores = 0
+    heads, scores = 2 * c * batch.tokens * own.qkv_hidden_size, 0
     if kernel_of(neox_args, number, batch) in ("global", "explicit"):
-        scores = 2 * 4 * batch.texts * own.num_attention_heads * batch.length**2
-    return stream + max(branches, heads + scores)
+        scores = (8 if c == 4 else 6) * batch.texts * own.num_attention_heads * batch.length**2
+    return stream + max(branches, heads + scores - freed)
 
 
 def _logit_bytes(neox_args, batch: Batch) -> int:
-    """Logits [T, v / p], what a soft cap keeps, and the fp32 copies in the loss: of them, their differences from the
-    normaliser, and the exponentials. See megatron/mpu/cross_entropy.py."""
+    """Logits [T, v / p], what a soft cap keeps, and the copies in the backward pass of the loss: the logits in fp32,
+    the softmax, its product with the weights, and that in the model's precision. See megatron/mpu/cross_entropy.py."""
     c = batch.number_bytes
-    copies = 2 * c if neox_args.fp16_lm_cross_entropy else (8 if c == 4 else 12)
+    copies = 2 * c if neox_args.fp16_lm_cross_entropy else (8 if c == 4 else 14)
     cap = 0 if neox_args.final_logit_softcap is None else c
     return batch.tokens * (neox_args.padded_vocab_size // batch.ranks) * (c + cap + copies)

@@ -27,8 +27,9 @@ _BUCKET = 500_000_000
 
 
 class States(NamedTuple):
-    """Bytes. buffers: what DeepSpeed allocates during backward; step: what only the optimizer's step needs;
-    gathered: weights of other replicas that ZeRO 3 fetches."""
+    """Bytes. gradients: at the end of the backward pass; standing: those of them that are allocated all the time.
+    buffers: what DeepSpeed allocates for the backward pass. step: what only the optimizer's step needs, or the sum
+    over the replicas before it. gathered: weights of other replicas that ZeRO 3 fetches."""
 
     weights: int
     gradients: int
@@ -36,6 +37,7 @@ class States(NamedTuple):
     buffers: int
     step: int
     gathered: int = 0
+    standing: int = 0
 
 
 def precision_bytes(neox_args) -> int:
@@ -57,7 +59,7 @@ def states(neox_args, parameters: List[ParameterShape], replicas: int) -> States
     if in_bf16 and (neox_args.is_pipe_parallel if stage == 0 else stage == 1 and accumulation_bytes(neox_args) == 4):
         return _bf16_optimizer(neox_args, parameters, replicas)
     if stage == 0:
-        return _replicated(neox_args, parameters, replicas)
+        return _replicated(neox_args, parameters)
     return _zero(neox_args, parameters, replicas, stage)
 
 
@@ -68,13 +70,13 @@ def accumulation_bytes(neox_args) -> int:
     return precision_bytes(neox_args) if name is None else _BYTES[name]
 
 
-def _replicated(neox_args, parameters, replicas: int) -> States:
+def _replicated(neox_args, parameters) -> States:
     """fp32: the torch optimizer itself. bfloat16: DeepSpeed's FP16_UnfusedOptimizer."""
     numel, size = _numel(parameters), precision_bytes(neox_args)
     masters = 0 if size == 4 else 4 * numel
     kept = sum(4 * _state_numbers(neox_args, parameter.shape) for parameter in parameters)
-    bucket = 0 if replicas == 1 else size * min(numel, _BUCKET)
-    return States(size * numel, size * numel, masters + kept, bucket, masters)
+    step = max(size * min(numel, _BUCKET), masters + _norm_bytes(parameters))
+    return States(size * numel, size * numel, masters + kept, 0, step)
 
 
 def _bf16_optimizer(neox_args, parameters, replicas: int) -> States:
@@ -82,8 +84,12 @@ def _bf16_optimizer(neox_args, parameters, replicas: int) -> States:
     numel, share = sum(flats), sum(flat // replicas for flat in flats)
     kept = 4 * sum(_state_numbers(neox_args, (flat // replicas,)) for flat in flats)
     cast = 0 if size == 4 else 4 * share
+    summed = size * numel
+    # The sum over the replicas is made in a copy of them all, in bf16 if they are not.
+    step = cast + (size if size == 2 else 6) * min(numel, _BUCKET)
     # What backward leaves on the parameters is added to the flat sums, and freed after the step only.
-    return States(2 * numel, size * numel + 2 * _numel(parameters), 4 * share + kept, 0, cast)
+    gradients = summed + 2 * _numel(parameters)
+    return States(2 * numel, gradients, 4 * share + kept, 0, step, standing=summed)
 
 
 def _zero(neox_args, parameters, replicas: int, stage: int) -> States:
@@ -93,7 +99,7 @@ def _zero(neox_args, parameters, replicas: int, stage: int) -> States:
     kept = master * sum(_state_numbers(neox_args, (flat // replicas,)) for flat in flats)
     gradients = size * _numel(parameters) if stage == 1 else accumulation_bytes(neox_args) * share
     largest = max(flat // replicas for flat in flats)
-    optimizer, step = master * share + kept, (size + master) * largest
+    optimizer, step = master * share + kept, _flat_gradient_bytes(size, master) * largest
     if _offloads(neox_args, "offload_optimizer"):
         optimizer = step = 0
     return States(size * sum(flats), gradients, optimizer, _bucket_bytes(neox_args), step)
@@ -103,15 +109,19 @@ def _zero3(neox_args, parameters, replicas: int) -> States:
     size, master = precision_bytes(neox_args), _master_bytes(neox_args)
     share = sum(-(-parameter.numel // replicas) for parameter in parameters)
     threshold = int(_zero_setting(neox_args, "param_persistence_threshold", 100_000))
-    whole = sum(parameter.numel for parameter in parameters if parameter.numel <= threshold)
-    live = min(int(_zero_setting(neox_args, "max_live_parameters", 1_000_000_000)), _numel(parameters) - whole)
+    whole = sum(parameter.numel for parameter in parameters if parameter.numel <= threshold and replicas > 1)
+    live = (
+        0
+        if replicas == 1
+        else min(int(_zero_setting(neox_args, "max_live_parameters", 1_000_000_000)), _numel(parameters) - whole)
+    )
     kept = master * _state_numbers(neox_args, (share,))
-    optimizer, step = master * share + kept, master * share
+    optimizer, step = master * share + kept, _flat_gradient_bytes(size, master) * share
     if _offloads(neox_args, "offload_optimizer"):
         optimizer = step = 0
     weights = size * whole + (0 if _offloads(neox_args, "offload_param") else size * share)
     gradients = accumulation_bytes(neox_args) * share
-    return States(weights, gradients, optimizer, _bucket_bytes(neox_args), step, size * live)
+    return States(weights, gradients, optimizer, _bucket_bytes(neox_args), step, size * live, standing=gradients)
 
 
 def _bucket_bytes(neox_args) -> int:
@@ -145,6 +155,16 @@ def _flat_groups(neox_args, parameters, replicas: int) -> List[int]:
     decayed = sum(p.numel for p in parameters if p.decays and neox_args.weight_decay)
     groups = (decayed, _numel(parameters) - decayed)
     return [-(-numel // (2 * replicas)) * 2 * replicas for numel in groups if numel]
+
+
+def _flat_gradient_bytes(size: int, master: int) -> int:
+    """A gradient's number in the flat copy that the optimizer takes, and in the copy before its precision changes."""
+    return master if size == master else size + master
+
+
+def _norm_bytes(parameters) -> int:
+    """Squares of one gradient, in fp32, of which the norm is the sum: see megatron/training/gradients.py."""
+    return 4 * max(parameter.numel for parameter in parameters)
 
 
 def _numel(parameters) -> int:
