@@ -165,7 +165,7 @@ def attention_bytes(neox_args, number: int, batch: Batch) -> Dict[str, int]:
     else:
         scores = _score_bytes(neox_args, number, batch, in_fp32=kernel == "explicit")
         copied = n + keys + own.num_kv_heads
-        if batch.texts == 1:  # not copied where a view will do
+        if batch.texts == 1 or own.num_kv_heads == 1 or not geometry.is_gqa:  # not copied where a view will do
             copied, keeps_projection = (n if fresh or n > keys else 0) + (keys if fresh else 0), True
         heads = c * tokens * copied * d
     if keeps_projection:
