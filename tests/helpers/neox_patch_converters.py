@@ -106,11 +106,11 @@ def convert(
         if "GQA_QKV_KEYS" in ARCH:
             state_dict.update(
                 reshard_and_split_qkv(
-                    param_mapping=ARCH["GQA_QKV_KEYS"],
                     hf_config=hf_config,
-                    loaded_tp_ranks=loaded_tp_ranks,
                     layer_idx=layer_i + 2,
+                    loaded_tp_ranks=loaded_tp_ranks,
                     sequential=sequential,
+                    param_mapping=ARCH["GQA_QKV_KEYS"],
                 )
             )
     return hf_config, state_dict, precision

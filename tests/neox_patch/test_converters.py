@@ -15,6 +15,7 @@ LAYOUTS = [(1, 0), (1, 1), (2, 0), (2, 1)]
 """Tensor-parallel ranks; sequential or layer files."""
 ALLOWED = 1e-4
 """Of logits of order 5, through files."""
+RAW_WIDTHS = dict(heads=4, width=20, hidden=72)
 
 
 @pytest.fixture(scope="session")
@@ -37,57 +38,19 @@ def theirs(tmp_path_factory):
     return {name: (path, converters.their_logits(path)) for name, path in made.items()}
 
 
-def layout_settings(settings, layout):
+def layout_settings(settings, layout=(1, 0)):
     return {**LLAMA_LIKE, **settings, "model_parallel_size": layout[0], "pipe_parallel_size": layout[1]}
 
 
-def test_exports_have_the_logits_of_the_checkpoint(new, state, ours, tmp_path):
-    cells = [(name, layout) for name in EXPORTS for layout in LAYOUTS]
-    jobs = []
-    for name, layout in cells:
-        architecture, settings = EXPORTS[name]
-        out = tmp_path / f"{name} {layout[0]} {layout[1]}"
-        jobs.append(converters.export_job(ours[name][0][layout], layout_settings(settings, layout), out, architecture))
-    results = converters.run_jobs(new, jobs, tmp_path)
-    for (name, layout), job, result in zip(cells, jobs, results, strict=True):
-        assert result is None, f"{state} {name} {layout}: {result['traceback']}"
-        out = job["arguments"][5]
-        difference = (converters.their_logits(out) - ours[name][1]).abs().max().item()
-        assert difference < ALLOWED, f"{state} {name} {layout}: {difference}"
-        with open(f"{out}/config.json") as file:
-            config = json.load(file)
-        settings = EXPORTS[name][1]
-        assert config["head_dim"] == settings.get("head_dim", 16) and config["intermediate_size"] == FFN
+def before_job(checkout, ours, out):
+    """An export that the unpatched converter of a state gets right: groups of queries since 2025, none before.
 
-
-def test_imports_and_the_way_back(new, state, theirs, tmp_path):
-    cells = [(name, tp) for name in IMPORTS for tp in (1, 2)]
-    jobs, back = [], []
-    for name, tp in cells:
-        tied = ["--tied"] if "tied" in name else []
-        jobs.append(converters.import_job(theirs[name][0], tmp_path / f"{name} {tp}", tp, *tied))
-    results = converters.run_jobs(new, jobs, tmp_path / "in")
-    for (name, tp), result in zip(cells, results, strict=True):
-        assert result is None, f"{state} {name} {tp}: {result['traceback']}"
-        folder = tmp_path / f"{name} {tp}"
-        settings = yaml.safe_load((folder / "neox_settings.yml").read_text())
-        assert settings["no_weight_tying"] == ("tied" not in name)
-        if tp == 1:
-            logits = converters.our_logits(folder / "0", [str(folder / "neox_settings.yml")])
-            difference = (logits - theirs[name][1]).abs().max().item()
-            assert difference < ALLOWED, f"{state} {name}: {difference}"
-        settings["tokenizer_type"], settings["make_vocab_size_divisible_by"] = "CharLevelTokenizer", 128
-        architecture = IMPORTS[name][0] if name != "qwen2" else "llama"
-        back.append(converters.export_job(folder / "0", settings, tmp_path / f"{name} {tp} back", architecture))
-    results = converters.run_jobs(new, back, tmp_path / "out")
-    for (name, tp), job, result in zip(cells, back, results, strict=True):
-        assert result is None, f"{state} {name} {tp} back: {result['traceback']}"
-        first, second = HFSource(str(theirs[name][0])), HFSource(job["arguments"][5])
-        added = {tensor for tensor in second.names() if tensor.endswith("o_proj.bias")} if name == "qwen2" else set()
-        assert set(first.names()) | added == set(second.names())
-        for tensor in first.names():
-            assert torch.equal(first.read(tensor), second.read(tensor)), f"{state} {name} {tp}: {tensor}"
-        assert not any(second.read(tensor).any() for tensor in added)
+    It takes the width of an MLP branch as intermediate_size.
+    """
+    text = (checkout / converters.PATH).read_text()
+    name = "llama quotient gqa" if "transformer_engine" in text else "llama quotient mha"
+    settings = {**layout_settings(EXPORTS[name][1], (2, 0)), "intermediate_size": FFN}
+    return converters.export_job(ours[name][0][2, 0], settings, out, "llama")
 
 
 REFUSED = {
@@ -108,57 +71,115 @@ REFUSED = {
 }
 
 
-def test_exports_that_cannot_be_right_are_refused(new, state, ours, tmp_path):
-    jobs = []
+@pytest.fixture(scope="session")
+def converted(new, state, ours, theirs, tmp_path_factory):
+    """{(what, ...): (folder, error or None)} of everything that is converted first, in one process."""
+    folder, jobs = tmp_path_factory.mktemp("converted"), {}
+
+    def out(*key):
+        return folder / " ".join(str(part) for part in key)
+
+    for name, (architecture, settings) in EXPORTS.items():
+        for layout in LAYOUTS:
+            key = ("export", name, layout)
+            jobs[key] = converters.export_job(
+                ours[name][0][layout], layout_settings(settings, layout), out(*key), architecture
+            )
     for name, (model, architecture, changes, _) in REFUSED.items():
-        settings = {**layout_settings(EXPORTS[model][1], (1, 0)), **changes}
-        jobs.append(converters.export_job(ours[model][0][1, 0], settings, tmp_path / name, architecture))
-    for (name, (*_, parts)), job, result in zip(
-        REFUSED.items(), jobs, converters.run_jobs(new, jobs, tmp_path), strict=True
-    ):
-        assert result is not None and result["error"] == "ConversionError", f"{state} {name}: {result}"
-        assert all(part in result["message"] for part in parts), f"{name}: {result['message']}"
-        assert not (tmp_path / name).exists(), job
-
-
-def test_without_head_dim_exports_are_as_before(plain, new, state, ours, tmp_path):
-    """What the unpatched converter of a state gets right: groups of queries since 2025, none before."""
-    name = (
-        "llama quotient gqa" if "transformer_engine" in (plain / converters.PATH).read_text() else "llama quotient mha"
-    )
-    settings = {**layout_settings(EXPORTS[name][1], (2, 0)), "intermediate_size": FFN}
-    step = ours[name][0][2, 0]
-    folders = {}
-    for checkout, kind in ((plain, "plain"), (new, "new")):
-        folders[kind] = tmp_path / kind
-        (result,) = converters.run_jobs(
-            checkout, [converters.export_job(step, settings, folders[kind], "llama")], tmp_path / f"run {kind}"
+        settings = {**layout_settings(EXPORTS[model][1]), **changes}
+        jobs["refused", name] = converters.export_job(
+            ours[model][0][1, 0], settings, out("refused", name), architecture
         )
-        assert result is None, result["traceback"]
-    first, second = (HFSource(str(folder)) for folder in folders.values())
+    for name, (path, _) in theirs.items():
+        for tp in (1, 2):
+            tied = ["--tied"] if "tied" in name else []
+            jobs["import", name, tp] = converters.import_job(path, out("import", name, tp), tp, *tied)
+    half = layout_settings(NARROW), out("half"), "llama", "--precision", "bf16"
+    jobs["half",] = converters.export_job(ours["llama narrow"][0][1, 0], *half)
+    jobs["before",] = before_job(new, ours, out("before"))
+    converters.write_raw(folder / "meta", **RAW_WIDTHS)
+    jobs["raw",] = converters.raw_job(folder / "meta", out("raw"))
+    results = converters.run_jobs(new, list(jobs.values()), folder / "run")
+    return {key: (out(*key), result) for key, result in zip(jobs, results, strict=True)}
+
+
+def test_exports_have_the_logits_of_the_checkpoint(converted, state, ours):
+    for name, (_, settings) in EXPORTS.items():
+        for layout in LAYOUTS:
+            out, error = converted["export", name, layout]
+            assert error is None, f"{state} {name} {layout}: {error['traceback']}"
+            difference = (converters.their_logits(out) - ours[name][1]).abs().max().item()
+            assert difference < ALLOWED, f"{state} {name} {layout}: {difference}"
+            config = json.loads((out / "config.json").read_text())
+            assert config["head_dim"] == settings.get("head_dim", 16) and config["intermediate_size"] == FFN
+
+
+def test_imports_have_the_logits_of_the_model(converted, state, theirs):
+    for name in IMPORTS:
+        out, error = converted["import", name, 1]
+        assert error is None, f"{state} {name}: {error['traceback']}"
+        settings = out / "neox_settings.yml"
+        assert yaml.safe_load(settings.read_text())["no_weight_tying"] == ("tied" not in name)
+        difference = (converters.our_logits(out / "0", [str(settings)]) - theirs[name][1]).abs().max().item()
+        assert difference < ALLOWED, f"{state} {name}: {difference}"
+
+
+def test_the_way_back_is_bit_equal(converted, new, state, theirs, tmp_path):
+    jobs = {}
+    for name, (architecture, *_) in IMPORTS.items():
+        for tp in (1, 2):
+            out, error = converted["import", name, tp]
+            assert error is None, f"{state} {name} {tp}: {error['traceback']}"
+            settings = yaml.safe_load((out / "neox_settings.yml").read_text())
+            settings.update(tokenizer_type="CharLevelTokenizer", make_vocab_size_divisible_by=128)
+            back = architecture if name != "qwen2" else "llama"
+            jobs[name, tp] = converters.export_job(out / "0", settings, tmp_path / f"{name} {tp}", back)
+    results = converters.run_jobs(new, list(jobs.values()), tmp_path / "run")
+    for (name, tp), error in zip(jobs, results, strict=True):
+        assert error is None, f"{state} {name} {tp}: {error['traceback']}"
+        first, second = HFSource(str(theirs[name][0])), HFSource(str(tmp_path / f"{name} {tp}"))
+        added = {tensor for tensor in second.names() if tensor.endswith("o_proj.bias")} if name == "qwen2" else set()
+        assert set(first.names()) | added == set(second.names())
+        for tensor in first.names():
+            assert torch.equal(first.read(tensor), second.read(tensor)), f"{state} {name} {tp}: {tensor}"
+        assert not any(second.read(tensor).any() for tensor in added)
+
+
+def test_exports_that_cannot_be_right_are_refused(converted, state):
+    for name, (*_, parts) in REFUSED.items():
+        out, error = converted["refused", name]
+        assert error is not None and error["error"] == "ConversionError", f"{state} {name}: {error}"
+        assert all(part in error["message"] for part in parts), f"{name}: {error['message']}"
+        assert not out.exists()
+
+
+def test_without_head_dim_exports_are_as_before(converted, plain, state, ours, tmp_path):
+    (error,) = converters.run_jobs(plain, [before_job(plain, ours, tmp_path / "plain")], tmp_path / "run")
+    assert error is None, error["traceback"]
+    out, error = converted["before",]
+    assert error is None, error["traceback"]
+    first, second = HFSource(str(tmp_path / "plain")), HFSource(str(out))
     assert set(first.names()) == set(second.names())
     assert all(torch.equal(first.read(tensor), second.read(tensor)) for tensor in first.names())
-    configs = [json.loads((folder / "config.json").read_text()) for folder in folders.values()]
-    assert {key: value for key, value in configs[0].items() if key != "head_dim"} == {
-        key: value for key, value in configs[1].items() if key != "head_dim"
-    }
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "plain", out)]
+    one, other = ({key: value for key, value in config.items() if key != "head_dim"} for config in configs)
+    assert one == other and configs[1]["head_dim"] == 16
 
 
-def test_precision_and_raw_files(new, state, ours, tmp_path):
-    settings = layout_settings(NARROW, (1, 0))
-    out = tmp_path / "half"
-    job = converters.export_job(ours["llama narrow"][0][1, 0], settings, out, "llama", "--precision", "bf16")
-    heads, width, hidden = 4, 20, 72
-    raw = converters.write_raw(tmp_path / "raw", heads, width, hidden)
-    results = converters.run_jobs(new, [job, converters.raw_job(tmp_path / "raw", tmp_path / "out")], tmp_path / "run")
-    assert results == [None, None], results
+def test_precision_and_raw_files(converted, state):
+    out, error = converted["half",]
+    assert error is None, error["traceback"]
     source = HFSource(str(out))
     assert {str(source.dtype(name)) for name in source.names()} == {"torch.bfloat16"}
 
-    module = torch.load(tmp_path / "out" / "global_step0" / "mp_rank_00_model_states.pt")["module"]
+    out, error = converted["raw",]
+    assert error is None, error["traceback"]
+    heads, width, hidden = RAW_WIDTHS["heads"], RAW_WIDTHS["width"], RAW_WIDTHS["hidden"]
+    module = torch.load(out / "global_step0" / "mp_rank_00_model_states.pt")["module"]
     fused = module["sequential.2.attention.query_key_value.weight"].view(heads, 3, width, hidden)
+    meta = torch.load(out.parent / "meta" / "mistral-7B-v0.1" / "consolidated.00.pth")
     for part, name in enumerate(("wq", "wk", "wv")):
-        rows = raw[f"layers.0.attention.{name}.weight"].view(heads, width, hidden)
+        rows = meta[f"layers.0.attention.{name}.weight"].view(heads, width, hidden)
         if name != "wv":  # pairs beside each other become pairs half a head apart
             rows = torch.cat([rows[:, 0::2], rows[:, 1::2]], dim=1)
         assert torch.equal(fused[:, part], rows), f"{state} {name}"
