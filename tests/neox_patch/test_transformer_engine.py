@@ -9,7 +9,7 @@ from tests.neox_patch import checkouts
 
 pytestmark = requires_te
 
-BIASES = dict(use_bias_in_attn_linear=True, use_bias_in_mlp=True, activation="gelu", intermediate_size=None)
+BIASES = dict(use_bias_in_attn_linear=True, use_bias_in_mlp=True, activation="gelu", intermediate_size=256)
 GPT_J = dict(BIASES, gpt_j_residual=True, norm="layernorm")
 """The layer adds up over the ranks what attention and the MLP leave."""
 
@@ -27,7 +27,7 @@ CASES = {
         "gpt_j sequence parallel": dict(MHA_TP4, **GPT_J, sequence_parallel=True, softmax_scale=0.4),
     },
 }
-GENERATED = {1: ("wide", "mha window scale", "learned positions"), 2: ("gpt_j",)}
+GENERATED = {1: ("wide", "narrow partial rotary", "learned positions"), 2: ("gpt_j",)}
 
 
 @pytest.mark.parametrize("tp", [1, 2])
