@@ -63,6 +63,9 @@ WIDTHS = {
 }
 """With the new arguments."""
 
+CACHED_AS_RECOMPUTED = [name for name, values in WIDTHS.items() if values.get("pos_emb") != "rpe"]
+"""With rpe GPT-NeoX's cached generation takes each new token for the first of the text."""
+
 
 def arguments(overrides):
     """All arguments of a configuration, for GPT-NeoX and for this project."""

@@ -193,11 +193,14 @@ def _state(case, neox_args, model, result):
 
 def _generate(case, neox_args, model, result):
     """Greedy tokens of each prompt, with the key/value cache and without. Sequential models only."""
+    from megatron.mpu.mappings import gather_from_model_parallel_region
     from megatron.text_generation_utils import stream_tokens
     from megatron.training import get_batch_sequential
 
     model.set_batch_fn(lambda inputs: get_batch_sequential(inputs, neox_args))
-    engine = types.SimpleNamespace(module=lambda inputs: only_logits(model(inputs)), eval=model.eval)
+    # In its own generation with pipe_parallel_size 0 each rank would choose among its own rows of the vocabulary.
+    whole = lambda inputs: gather_from_model_parallel_region(only_logits(model(inputs)))  # noqa: E731
+    engine = types.SimpleNamespace(module=whole, eval=model.eval)
     for key, recompute in (("cached", False), ("recomputed", True)):
         result[key] = []
         for prompt in case["prompts"]:
