@@ -258,9 +258,11 @@ def test_geometry_and_scale_are_those_of_this_project(monkeypatch, name):
     config = load_placed(monkeypatch, "config")
     ours, theirs = tiny_args(**geometries.ALL[name]), configured(**geometries.ALL[name])
     assert config.head_geometry(theirs) == ours.head_geometry()
-    assert config.softmax_scale(theirs) == pytest.approx(ours.attention_scale(), rel=1e-15)
+    assert config.softmax_scale(theirs) == ours.attention_scale(), "to the last bit: it is recorded"
+    theirs.use_mup = True
+    assert config.softmax_scale(theirs) == 1 / ours.head_geometry().head_dim
     theirs.softmax_scale = 0.3
-    assert config.softmax_scale(theirs) == 0.3 and config.score_divisor(theirs) == 1 / 0.3
+    assert config.softmax_scale(theirs) == 0.3
 
 
 PUBLISHED = {"0.6B": (28, 1024, 16, 8, 128, 3072), "4B": (36, 2560, 32, 8, 128, 9728)}

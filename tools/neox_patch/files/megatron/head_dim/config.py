@@ -1,7 +1,5 @@
 """What the arguments say about attention heads, as `megatron.geometry` reads it. Nothing else divides a width."""
 
-import math
-
 from megatron.geometry import HeadGeometry
 
 
@@ -23,12 +21,5 @@ def softmax_scale(neox_args) -> float:
     """What attention scores are multiplied by: `softmax_scale`, by default head_dim ** -0.5 (1 / head_dim with muP)."""
     if neox_args.softmax_scale is not None:
         return neox_args.softmax_scale
-    return 1.0 / score_divisor(neox_args)
-
-
-def score_divisor(neox_args) -> float:
-    """The same as a divisor. By default GPT-NeoX's own expression, so that scores stay equal to the last bit."""
-    if neox_args.softmax_scale is not None:
-        return 1.0 / neox_args.softmax_scale
-    head_dim = head_geometry(neox_args).head_dim
-    return head_dim if neox_args.use_mup else math.sqrt(head_dim)
+    geometry = head_geometry(neox_args)
+    return 1.0 / geometry.head_dim if neox_args.use_mup else geometry.default_softmax_scale
