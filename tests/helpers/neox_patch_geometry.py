@@ -56,18 +56,19 @@ def get_flops(cfg, seconds):
   h, s, n = cfg.hidden_size, cfg.seq_length, cfg.num_layers
   # which kind?
   if 'mamba' in cfg.attention_config:
-    work = cfg.train_batch_size * s * 2 * h
-  elif "rwkv" in cfg.attention_config: work = cfg.train_batch_size * s * h
+    note, work = 'states', 0
+    note = 'long'; work = cfg.train_batch_size * s * 2 * h
+  elif "rwkv" in cfg.attention_config: note = 'none'; work = cfg.train_batch_size * s * h
   # all others
   else: # as ever
-    factor = 4 if cfg.checkpoint_activations else 3
+    factor = 4 if cfg.checkpoint_activations else 3; note = 'all'
     work = 24*factor*cfg.train_batch_size*s*n*h**2*(1 + s/(6.0*h) + cfg.padded_vocab_size/(16.0*n*h))
   seconds = seconds * 2
   return work / seconds
 """
 
 LOGGING_SHORT = LOGGING_OTHERWISE.replace("else: # as ever\n    factor =", "else:  factor =").replace(
-    "3\n    work =", "3; work ="
+    "'all'\n    work =", "'all'; work ="
 )
 LOGGINGS = {"as GPT-NeoX": LOGGING, "otherwise": LOGGING_OTHERWISE, "short": LOGGING_SHORT}
 

@@ -87,6 +87,11 @@ def test_equal_shapes_with_heads_and_width_swapped_are_told_apart(placed, folder
         placed.check_head_geometry(other, str(folder), TAG)
     assert "num_attention_heads: 8 in the checkpoint, 4 in the config" in str(error.value)
     assert "head_dim: 16 in the checkpoint, 32 in the config" in str(error.value)
+    with pytest.raises(CheckpointError) as error:
+        placed.check_head_geometry(arguments(hidden_size=64, num_attention_heads=8), str(folder), TAG)
+    assert "head_dim: 16 in the checkpoint, 8 in the config\n  rotary_ndims: 16 in the checkpoint, 8" in str(
+        error.value
+    )
     assert f"{TAG} is a model of another head geometry (according to its {STAMP_FILE})" in str(error.value)
 
 

@@ -93,8 +93,9 @@ def test_a_model_whose_widths_make_no_geometry_is_counted_as_ever(monkeypatch, t
     """Mamba layers need no heads, and hidden_size need not divide by their number."""
     placed = load_placed(monkeypatch, "flops")
     after = counting_functions(patched(changes_for(LOGGING, tmp_path), LOGGING), placed)
-    args = counted_arguments(("mamba",) * 3, hidden_size=50, num_attention_heads=4)
-    assert [new(args, 1.0) for new in after] == [old(args, 1.0) for old in counting_functions(LOGGING, placed)]
+    for kind in ("mamba", "gmlp"):
+        args = counted_arguments((kind,) * 3, hidden_size=50, num_attention_heads=4)
+        assert [new(args, 1.0) for new in after] == [old(args, 1.0) for old in counting_functions(LOGGING, placed)]
 
 
 def test_the_comment_above_else_stays_there(tmp_path):
