@@ -64,14 +64,19 @@ def _stage_memory(neox_args, stage: Stage, world_size: Optional[int], device: st
     in_flight = min(pipeline - stage.number, micro_batches)
     activations = _activations(neox_args, stage, batch)
     logits = _logit_bytes(neox_args, batch) if stage.has_head else 0
-    busy = _peak(held, activations, logits, in_flight, micro_batches)
+    # DeepSpeed's pipeline holds on to the outputs of its two buffers.
+    outputs = _logits(neox_args, batch) if stage.has_head and neox_args.is_pipe_parallel else 0
+    busy = max(
+        _peak(held, activations, logits, in_flight, micro_batches) + (outputs if micro_batches > 1 else 0),
+        held.gradients + held.step + outputs * min(2, micro_batches),
+    )
     return MemoryEstimate(
         weights=held.weights,
         gradients=held.gradients,
         optimizer=held.optimizer,
         activations=in_flight * activations.kept + activations.recomputed,
         logits=logits,
-        other=held.buffers + held.gathered + max(held.step, activations.workspace),
+        other=held.buffers + held.gathered + max(held.step, activations.workspace) + 2 * outputs,
         total=held.weights + held.optimizer + held.buffers + held.gathered + busy,
     )
 
@@ -160,4 +165,8 @@ def _logit_bytes(neox_args, batch: Batch) -> int:
     c = batch.number_bytes
     copies = 2 * c if neox_args.fp16_lm_cross_entropy else (8 if c == 4 else 14)
     cap = 0 if neox_args.final_logit_softcap is None else c
-    return batch.tokens * (neox_args.padded_vocab_size // batch.ranks) * (c + cap + copies)
+    return _logits(neox_args, batch) // c * (c + cap + copies)
+
+
+def _logits(neox_args, batch: Batch) -> int:
+    return batch.number_bytes * batch.tokens * (neox_args.padded_vocab_size // batch.ranks)

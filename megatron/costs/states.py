@@ -86,7 +86,7 @@ def _bf16_optimizer(neox_args, parameters, replicas: int) -> States:
     cast = 0 if size == 4 else 4 * share
     summed = size * numel
     # The sum over the replicas is made in a copy of them all, in bf16 if they are not.
-    step = cast + (size if size == 2 else 6) * min(numel, _BUCKET)
+    step = max(cast, (size if size == 2 else 6) * min(numel, _BUCKET))
     # What backward leaves on the parameters is added to the flat sums, and freed after the step only.
     gradients = summed + 2 * _numel(parameters)
     return States(2 * numel, gradients, 4 * share + kept, 0, step, standing=summed)
