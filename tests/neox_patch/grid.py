@@ -28,7 +28,7 @@ ABSENT = {
     "alibi": dict(**MHA_64, **PLAIN_BLOCK, pos_emb="alibi"),
     "rpe": dict(**MHA_64, **PLAIN_BLOCK, pos_emb="rpe"),
     "QK norm": dict(**MHA_64, **PLAIN_BLOCK, use_qk_layernorm=True),
-    "QK norm, GQA": dict(**GQA_64, use_qk_layernorm=True),
+    "QK norm, GQA": dict(**GQA_64, **PLAIN_BLOCK, use_qk_layernorm=True),
     "scaled by layer": dict(
         **MHA_64, **PLAIN_BLOCK, apply_query_key_layer_scaling=True, attention_softmax_in_fp32=True
     ),
@@ -53,7 +53,8 @@ WIDTHS = {
     "per_head, GQA": dict(WIDE_NON_DIVISIBLE, **PER_HEAD),
     "per_head, MHA": dict(MHA_TP4, **PER_HEAD),
     "per_head, layernorm": dict(WIDE, **PLAIN_BLOCK, **PER_HEAD),
-    "joint, GQA": dict(NARROW, use_qk_layernorm=True),
+    "joint, GQA": dict(NARROW, **PLAIN_BLOCK, use_qk_layernorm=True),
+    "joint, RMSNorm": dict(WIDE, use_qk_layernorm=True),
     "joint, layernorm": dict(MHA_TP4, **PLAIN_BLOCK, qk_norm_type="joint"),
     "gpt_j, rotary 0.5, MHA": dict(MHA_TP4, **PLAIN_BLOCK, rotary_pct=0.5, gpt_j_residual=True),
     "rotary 0.25, narrow": dict(NARROW, rotary_pct=0.25),
@@ -63,6 +64,8 @@ WIDTHS = {
 }
 """With the new arguments."""
 
+NOT_UNTIL_2025 = ("joint, RMSNorm",)
+"""Before, GPT-NeoX's RMSNorm could not take two dimensions."""
 CACHED_AS_RECOMPUTED = [name for name, values in WIDTHS.items() if values.get("pos_emb") != "rpe"]
 """With rpe GPT-NeoX's cached generation takes each new token for the first of the text."""
 
