@@ -78,15 +78,14 @@ def _rank() -> int:
 
 
 def _checkpoint_folder(load: str, tag: Optional[str]) -> Optional[str]:
-    """The folder that DeepSpeed will load; None if there is none, which it reports itself."""
+    """The folder that DeepSpeed will look for; None if no file `latest` names one, which it reports itself."""
     if tag is None:
         latest = os.path.join(load, "latest")
         if not os.path.isfile(latest):
             return None
         with open(latest) as file:
             tag = file.read().strip()
-    folder = os.path.join(load, tag)
-    return folder if os.path.isdir(folder) else None
+    return os.path.join(load, tag)
 
 
 def _read_record(path: str) -> Optional[List[Dict[str, Any]]]:
