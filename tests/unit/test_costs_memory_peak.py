@@ -1,0 +1,85 @@
+"""The estimated total against the peak of a whole training step, as torch's CPU allocator reports it event by event,
+so that neither the machine nor the system's accounting matters."""
+
+import gc
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from megatron import costs
+from tests.helpers.configs import tiny_args
+from tests.helpers.distributed import run_distributed
+from tests.helpers.engines import build_engine, train
+
+BUCKET = dict(reduce_bucket_size=1000)
+SIZES = {
+    "small": dict(
+        num_layers=3, hidden_size=96, num_attention_heads=4, num_kv_heads=2, head_dim=40, seq_length=64,
+        padded_vocab_size=1024,
+    ),
+    "middle": dict(
+        num_layers=4, hidden_size=192, num_attention_heads=6, num_kv_heads=2, head_dim=64, seq_length=288,
+        padded_vocab_size=512,
+    ),
+    "large": dict(
+        num_layers=6, hidden_size=384, num_attention_heads=4, num_kv_heads=1, head_dim=128, seq_length=128,
+        padded_vocab_size=2048,
+    ),
+}  # fmt: skip
+"""Whose peaks are at the loss, in the layers, and in the optimizer's step."""
+VARIANTS = {
+    "plain": {},
+    "half": dict(precision="bfloat16"),
+    "checkpointed": dict(checkpoint_activations=True, checkpoint_num_layers=2),
+    "global_gelu": dict(attention_config="global", activation="gelu", norm="layernorm"),
+    "half_zero1_accumulated": dict(
+        precision="bfloat16", zero_optimization=dict(stage=1, **BUCKET), gradient_accumulation_steps=2
+    ),
+    "half_zero2": dict(precision="bfloat16", zero_optimization=dict(stage=2, **BUCKET)),
+    "zero3": dict(zero_optimization=dict(stage=3, **BUCKET)),
+    "pipeline": dict(pipe_parallel_size=1, gradient_accumulation_steps=2),
+}
+
+RUNS = {
+    "small": ("half_zero2", "pipeline"),
+    "middle": ("plain", "half", "checkpointed", "global_gelu"),
+    "large": ("plain", "half_zero1_accumulated", "zero3"),
+}
+
+
+def arguments(size, variant):
+    settings = {**SIZES[size], "norm": "rmsnorm", "activation": "swiglu", "max_position_embeddings": 512}
+    settings.update(VARIANTS[variant])
+    if "attention_config" in settings:
+        settings["attention_config"] = [settings["attention_config"]] * settings["num_layers"]
+    return tiny_args(**settings)
+
+
+def peak_of_third_step(args) -> int:
+    """Allocated bytes at most during the third step, counted since before the model was built."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        engine = build_engine(args)
+        train(args, engine, 2)
+        gc.collect()
+        with record_function("third step"):
+            train(args, engine, 1, first=2)
+    events = profiler.profiler.kineto_results.events()
+    start = next(event.start_ns() for event in events if event.name() == "third step")
+    live = peak = 0
+    for when, size in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
+        live += size
+        peak = max(peak, live) if when >= start else live
+    return peak
+
+
+def _peaks(rank, world_size):
+    return {(size, variant): peak_of_third_step(arguments(size, variant)) for size in RUNS for variant in RUNS[size]}
+
+
+def test_the_peak_of_a_step_is_within_a_tenth(tmp_path):
+    (peaks,) = run_distributed(1, _peaks, tmp_path=tmp_path)
+    ratios = {
+        run: round(costs.memory_per_rank(arguments(*run), device="cpu").total / peak, 3) for run, peak in peaks.items()
+    }
+    print(ratios)
+    assert all(0.9 <= ratio <= 1.1 for ratio in ratios.values()), ratios
