@@ -1,15 +1,13 @@
 """Without the new arguments a patched checkout is the plain one: names, shapes, weights, numbers, to the last bit."""
 
-import pytest
 import torch
 
 from tests.neox_patch import grid
 
 
-@pytest.mark.parametrize("tp", grid.RANKS)
-def test_everything_is_as_before(plain_runs, new_runs, tp):
+def test_everything_is_as_before(tried, tp):
     names = [f"absent: {name}" for name in grid.runs(grid.ABSENT, tp)]
-    before, after = plain_runs(tp), new_runs(tp)
+    before, after = tried.plain_runs(tp), tried.new_runs(tp)
     for name in names:
         for old, new in zip(before[name], after[name], strict=True):
             assert "error" not in old, f"{name}, as it is: {old['traceback']}"

@@ -14,11 +14,11 @@ from tools.neox_patch.changes import whole_patch
 from tools.neox_patch.plan import make_plan
 
 
-def test_a_patched_checkout_has_nothing_left_to_change(plan, new):
+def test_a_patched_checkout_has_nothing_left_to_change(tried, new):
     again = make_plan(new, whole_patch())
     assert again.complete and not again.told
-    assert again.skipped == plan.skipped
-    assert len(plan.told) > 10 * len(plan.done)  # newer states have a repair or two already
+    assert again.skipped == tried.plan.skipped
+    assert len(tried.plan.told) > 10 * len(tried.plan.done)  # newer states have a repair or two already
 
 
 def test_no_width_is_a_quotient_any_more(plain, new):
@@ -54,9 +54,9 @@ def repository_of(plain, tmp_path):
     return make
 
 
-def test_the_diff_can_be_given_to_git(plan, new, repository_of):
+def test_the_diff_can_be_given_to_git(tried, new, repository_of):
     checkout = repository_of("a checkout")
-    subprocess.run(["git", "apply", "-"], cwd=checkout, input=plan.diff().encode(), check=True)
+    subprocess.run(["git", "apply", "-"], cwd=checkout, input=tried.plan.diff().encode(), check=True)
     assert files_of(checkout) == files_of(new)
 
 
@@ -98,10 +98,10 @@ def respelled(text):
     return ast.unparse(Renamed().visit(ast.parse(text))) + "\n"
 
 
-def test_the_patch_is_the_same_however_the_code_is_written(plain, new, plan, tmp_path):
+def test_the_patch_is_the_same_however_the_code_is_written(tried, plain, new, tmp_path):
     """The patched spelling is the spelling of the patched file."""
     shutil.copytree(plain, tmp_path / "copy", ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)
-    python = [path for path, before in plan.before.items() if before is not None and path.endswith(".py")]
+    python = [path for path, before in tried.plan.before.items() if before is not None and path.endswith(".py")]
     for path in python:
         (tmp_path / "copy" / path).write_text(respelled((plain / path).read_text()))
     patched = checkouts.patched(tmp_path / "copy")

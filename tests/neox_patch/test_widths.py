@@ -4,23 +4,16 @@ import pytest
 import torch
 
 from tests.helpers.tolerances import assert_close
-from tests.neox_patch import checkouts, grid
+from tests.neox_patch import grid
 
 OURS, THEIRS = 1e-5, 1e-4
 """Largest difference allowed: with this project, with transformers and with fp64 (logits are of order ten)."""
 
 
-@pytest.fixture(params=grid.RANKS)
-def tp(request):
-    return request.param
-
-
 @pytest.fixture
-def results(new, new_runs, tp):
+def results(tried, tp):
     """{name: [result of each rank]}; all cases ran."""
-    found = {name: new_runs(tp)[f"width: {name}"] for name in grid.runs(grid.WIDTHS, tp)}
-    if not checkouts.epsilon_is_under_the_root(new):
-        found = {name: ranks for name, ranks in found.items() if name not in grid.NOT_UNTIL_2025}
+    found = {name: tried.new_runs(tp)[f"width: {name}"] for name in tried.width_names(tp)}
     failed = [f"{name}: {ranks[0]['traceback']}" for name, ranks in found.items() if "error" in ranks[0]]
     assert not failed, "\n".join(failed)
     return found
@@ -31,20 +24,20 @@ def within(allowed):
     return {torch.float32: allowed, torch.float64: allowed}
 
 
-def test_files_fit(results, weights, tp):
+def test_files_fit(results, truths, tp):
     """The model's parameters are those of the files: every name and shape (it was loaded strictly), and not one bit
     changed by loading."""
     for name, ranks in results.items():
-        masters, _ = weights[name]
+        masters, _ = truths.weights[name]
         for rank, result in enumerate(ranks):
             expected = {f"layer_{key[0]:02d}.{key[1]}": masters.rank_share(key, rank, tp) for key in masters.weights}
             assert set(result["state"]) == set(expected), name
             assert all(torch.equal(result["state"][key], tensor) for key, tensor in expected.items()), name
 
 
-def test_equals_this_project(results, ours, tp):
+def test_equals_this_project(results, truths, tp):
     for name, ranks in results.items():
-        for result, our in zip(ranks, ours[tp][name], strict=True):
+        for result, our in zip(ranks, truths.ours(tp)[name], strict=True):
             assert_close(result["logits"], torch.from_numpy(our["logits"]), within(OURS), f"{name}: logits")
             assert result["loss"] == pytest.approx(our["loss"], abs=OURS), name
             assert set(result["grads"]) == set(our["grads"]), name
@@ -57,12 +50,12 @@ def test_equals_this_project(results, ours, tp):
                 assert result["cached"] == our["cached"], name
 
 
-def test_equals_transformers(results, weights, transformers_results, tp):
-    assert len(transformers_results) >= 10
-    for name, expected in transformers_results.items():
+def test_equals_transformers(results, truths, tp):
+    assert len(truths.transformers) >= 10
+    for name, expected in truths.transformers.items():
         if name not in results:
             continue
-        masters, _ = weights[name]
+        masters, _ = truths.weights[name]
         ranks = results[name]
         for result in ranks:
             assert_close(result["logits"], expected["logits"], within(THEIRS), f"{name}: logits")
@@ -77,9 +70,9 @@ def test_equals_transformers(results, weights, transformers_results, tp):
             assert_close(gradient, expected["grads"][parameter], within(THEIRS), f"{name}: gradient of {parameter}")
 
 
-def test_equals_a_plain_model_in_fp64(results, weights, tp):
+def test_equals_a_plain_model_in_fp64(results, truths, tp):
     for name, ranks in results.items():
-        masters, _ = weights[name]
+        masters, _ = truths.weights[name]
         if masters.has_function:
             expected = masters.logits(grid.ids()[:, :-1], tp=tp)
             for result in ranks:
