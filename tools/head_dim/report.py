@@ -141,6 +141,9 @@ def tables(report: Dict[str, Any]) -> None:
     memory = report["memory"]
     parts = {key: value for key, value in memory.items() if isinstance(value, int) and not isinstance(value, bool)}
     console.print(f"Training memory of the fullest rank ({memory['layout']})", _two_columns(parts, _size), sep="\n")
+    console.print(
+        "total is the most at one moment: gradients grow while activations go. The device's own needs come on top."
+    )
     if "fits" in memory:
         word = "fits" if memory["fits"] else "does not fit"
         console.print(f"It {word} on {memory['device']} ({_size(memory['device_bytes'])}).")
