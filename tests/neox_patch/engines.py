@@ -58,6 +58,9 @@ def width_cases(weights, our_saves, folder, tp):
         files = os.path.join(weights[name][1][tp], "global_step7")
         save = settings(values, save=os.path.join(folder, name))
         yield _case(f"trains: {name}", save, ["train", "save", "forward"], weights=files)
+        if tp > 1 and not values.get("pipe_parallel_size"):
+            split = settings(values, sequence_parallel=True)
+            yield _case(f"sequence parallel: {name}", split, ["train"], weights=files)
         load = settings(values, load=our_saves[name]["folder"])
         yield _case(f"resumes: {name}", load, ["forward", "train"])
         if name != SWAPPED_PER_HEAD_IS_CAUGHT_BY_SHAPES:

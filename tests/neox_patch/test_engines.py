@@ -46,6 +46,13 @@ def test_training_equals_this_project(tried, truths, tp):
             assert new["losses"][1] < new["losses"][0]
 
 
+def test_sequence_parallel_is_the_same_training(tried, truths):
+    """The norms over heads, which see whole sequences of some heads, among the others, which see pieces of all."""
+    for name in ("non-divisible GQA", "per_head, GQA"):
+        for new, our in zip(done(tried.new_runs(2)[f"sequence parallel: {name}"]), truths.our_training(2), strict=True):
+            assert new["losses"] == pytest.approx(our[name]["losses"], abs=LOSSES), name
+
+
 def test_resumes_what_this_project_saved(tried, truths, tp):
     for name in engines.NAMES:
         for new, our in zip(done(tried.new_runs(tp)[f"resumes: {name}"]), truths.our_training(tp), strict=True):
