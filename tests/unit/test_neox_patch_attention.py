@@ -76,13 +76,17 @@ def test_the_rest_of_the_file_stays(spelling):
     assert len(comments) >= 6 and all(f"# {comment}" in after for comment in comments)
 
 
+LAST_NORM = "key_layer = self.qk_layernorm(key_layer)"
+
+
 def test_own_lines_between_ours_stay_and_change_nothing():
     """A patched file that was edited further is still patched."""
     after = patched(PLAIN)
     for anchor in ("self.query_hidden_size = ", "self.softmax_scale = ", "self.qk_norm_type = "):
         line = next(line for line in after.splitlines() if anchor in line)
         after = after.replace(line, f"{line}  # mine\n        self.mine = 1")
-    assert patched(after) == after and after.count("self.mine = 1") == 3
+    after = after.replace(LAST_NORM, f"{LAST_NORM}\n        self.mine = 1")
+    assert patched(after) == after and after.count("self.mine = 1") == 4
 
 
 def test_notes_on_shapes():
@@ -126,9 +130,10 @@ BROKEN = {
     "joint norm": (KINDS, "self.qk_layernorm = kind", "norm = kind"),
     "flag of the joint norm": (KINDS, "layernorm = neox_args.use_qk_layernorm", "layernorm = False"),
     "branch of the joint norm": (KINDS, "if self.use_qk_layernorm:\n            kind", "if 1:\n            kind"),
+    "other branch": (KINDS, "if self.use_qk_layernorm:\n", "if self.use_qk_layernorm:\n            pass\n        else:\n"),
     "own norms": (KINDS, "        factor = None", "        self.k_layernorm = None"),
     "own kind of norm": (KINDS, "        factor = None", "        self.qk_norm_type = None"),
-    "joint norm of keys": (APPLIED, "key_layer = self.qk_layernorm(key_layer)", "pass"),
+    "joint norm of keys": (APPLIED, LAST_NORM, "pass"),
     "joint norm without a branch": (APPLIED, "if self.use_qk_layernorm:\n            q", "if 1:\n            q"),
     "other variables": (APPLIED, "self.attention(query_layer, key_layer,", "self.attention(query, key_layer,"),
     "attention": (APPLIED, "self.attention(query_layer", "self.attend(query_layer"),
