@@ -13,11 +13,13 @@ import torch
 from tests.helpers.attention_reference import AttentionFunction, value_and_gradients
 from tests.helpers.geometries import MHA, MQA, NARROW, QUOTIENT, WIDE_NON_DIVISIBLE
 from tests.helpers.neox_patch_arguments import load_placed
-from tests.helpers.neox_patch_attention import OTHERWISE, PLAIN, SPELLINGS, FlashCalls, attention_class, build, settings
+from tests.helpers.neox_patch_attention import FlashCalls, attention_class, build, settings
+from tests.helpers.neox_patch_attention_texts import OTHERWISE, PLAIN, SPELLINGS
 from tests.helpers.tolerances import GRADIENT, assert_close
-from tools.neox_patch.changes import attention
+from tools.neox_patch.changes import attention, attention_norms
 from tools.neox_patch.source import AnchorNotFound, Source
 
+CHANGES = [*attention.CHANGES, *attention_norms.CHANGES]
 TOKENS, BATCH = 9, 2
 PER_HEAD, JOINT = dict(qk_norm_type="per_head"), dict(qk_norm_type="joint")
 CASES = {
@@ -47,7 +49,7 @@ GROUPED_NORMS = dict(QUOTIENT, num_kv_heads=1, use_qk_layernorm=True)
 @functools.cache
 def patched(text):
     """The text with all changes."""
-    for change in attention.CHANGES:
+    for change in CHANGES:
         text = edited(change, text)
     return text
 
@@ -61,7 +63,7 @@ def edited(change, text):
 @pytest.mark.parametrize("spelling", ["plain", "otherwise"])
 def test_changes_are_made_once(spelling):
     text = patched(SPELLINGS[spelling])
-    for change in attention.CHANGES:
+    for change in CHANGES:
         assert edited(change, text) == text, f"{change.summary}: made again"
 
 
@@ -106,7 +108,7 @@ def test_triton_kernel_is_told_the_scale_and_its_line_stays_short():
     assert text.count("softmax_scale=self.softmax_scale") == 3
 
 
-WIDTHS, NOTES, SCALE, FLASH, KINDS, APPLIED, GROUPS = attention.CHANGES
+WIDTHS, NOTES, SCALE, FLASH, KINDS, APPLIED, GROUPS = CHANGES
 BROKEN = {
     "class": (WIDTHS, "class ParallelSelfAttention(", "class Attention("),
     "width of a rank": (WIDTHS, "self.hidden_size_per_partition = mpu", "self.width = mpu"),
@@ -130,7 +132,7 @@ BROKEN = {
     "joint norm": (KINDS, "self.qk_layernorm = kind", "norm = kind"),
     "flag of the joint norm": (KINDS, "layernorm = neox_args.use_qk_layernorm", "layernorm = False"),
     "branch of the joint norm": (KINDS, "if self.use_qk_layernorm:\n            kind", "if 1:\n            kind"),
-    "other branch": (KINDS, "if self.use_qk_layernorm:\n", "if self.use_qk_layernorm:\n            pass\n        else:\n"),
+    "other branch": (KINDS, "qk_layernorm:\n", "qk_layernorm:\n            pass\n        else:\n"),
     "own norms": (KINDS, "        factor = None", "        self.k_layernorm = None"),
     "own kind of norm": (KINDS, "        factor = None", "        self.qk_norm_type = None"),
     "joint norm of keys": (APPLIED, LAST_NORM, "pass"),

@@ -4,6 +4,7 @@ from tools.neox_patch.change import Patch
 from tools.neox_patch.changes import (
     arguments,
     attention,
+    attention_norms,
     checkpoints,
     converters,
     converters_import,
@@ -18,7 +19,7 @@ from tools.neox_patch.changes import (
 def whole_patch() -> Patch:
     """Everything that is changed and added, in the order in which a reader should see it."""
     patch = Patch()
-    core = (arguments, documents, attention, transformer_engine, rpe)
+    core = (arguments, documents, attention, attention_norms, transformer_engine, rpe)
     for module in (*core, flops, checkpoints, converters, converters_weights, converters_import):
         patch.changes += getattr(module, "CHANGES", [])
         patch.texts += getattr(module, "TEXTS", [])
