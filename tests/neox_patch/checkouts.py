@@ -121,8 +121,8 @@ def checkout_at(repo, commit, folder):
     """Put the files of a commit into a new folder (kept if it is there already). Returns the folder."""
     folder = Path(folder)
     if not folder.exists():
-        folder.mkdir(parents=True)
         archive = git(repo, "archive", commit, text=False)
+        folder.mkdir(parents=True)
         subprocess.run(["tar", "-x", "-C", str(folder)], input=archive, check=True)
     return folder
 

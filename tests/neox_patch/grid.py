@@ -64,6 +64,22 @@ WIDTHS = {
 }
 """With the new arguments."""
 
+WRONG = {
+    "heads do not divide hidden": dict(hidden_size=65, num_attention_heads=4),
+    "kv heads do not divide heads": dict(**MHA_64, num_kv_heads=3),
+    "no such argument": dict(**MHA_64, head_width=16),
+    "a string for a number": dict(hidden_size="64", num_attention_heads=4),
+}
+"""Refused by GPT-NeoX; the error must stay of its type."""
+REFUSED = {
+    "head_dim=0": dict(GQA_64, head_dim=0),
+    "head_dim=True": dict(GQA_64, head_dim=True),
+    "head_dim='24'": dict(GQA_64, head_dim="24"),
+    "rotary_pct=0.5": dict(GQA_64, head_dim=10, rotary_pct=0.5),
+    "softmax_scale=-0.1": dict(GQA_64, head_dim=24, softmax_scale=-0.1),
+    "use_mup": dict(GQA_64, head_dim=24, use_mup=True),
+}
+"""{what the patched checkout's ConfigError names: arguments}"""
 NOT_UNTIL_2025 = ("joint, RMSNorm",)
 """Before, GPT-NeoX's RMSNorm could not take two dimensions."""
 CACHED_AS_RECOMPUTED = [name for name, values in WIDTHS.items() if values.get("pos_emb") != "rpe"]
@@ -102,6 +118,11 @@ def ids():
 def absent_cases(tp):
     """ABSENT as cases to run, from GPT-NeoX's own initialisation; and the same with head_dim spelled out."""
     return [_case(f"absent: {name}", values) for name, values in runs(ABSENT, tp).items()]
+
+
+def wrong_cases(names=WRONG):
+    """Configurations of which nothing but the arguments is tried."""
+    return [case(f"wrong: {name}", arguments(values), ids(), do=["config"]) for name, values in names.items()]
 
 
 def width_cases(tp, weights):

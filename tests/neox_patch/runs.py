@@ -90,6 +90,7 @@ class State:
         weights, our_saves = self.truths.weights, self.truths.our_training(tp)[0]
         cases = grid.absent_cases(tp) + engines.plain_cases(self.saves(tp)) + grid.width_cases(tp, weights)
         cases += engines.width_cases(weights, our_saves, self.saves(tp), tp)
+        cases += grid.wrong_cases({**grid.WRONG, **grid.REFUSED})
         return self._run(self.new, cases, tp)
 
     @functools.cache  # noqa: B019
@@ -97,7 +98,8 @@ class State:
         """The same of all configurations without new arguments in the plain one."""
         self.new_runs(tp)  # its checkpoints are loaded here
         cases = grid.absent_cases(tp) + engines.plain_cases(self.saves(tp) + " plain")
-        return self._run(self.plain, cases + engines.exchange_cases(self.saves(tp)), tp)
+        cases += engines.exchange_cases(self.saves(tp)) + grid.wrong_cases()
+        return self._run(self.plain, cases, tp)
 
     @functools.cache  # noqa: B019
     def our_reading(self, tp):

@@ -26,3 +26,19 @@ def assert_same(old, new, name):
         for parameter, tensor in old[key].items():
             assert torch.equal(tensor, new[key][parameter]), f"{name}: {key} of {parameter}"
     assert old["grads"]
+
+
+def test_errors_are_as_before(tried):
+    """What GPT-NeoX refuses is refused with an error of the same type."""
+    for name in grid.WRONG:
+        old, new = (runs(1)[f"wrong: {name}"][0] for runs in (tried.plain_runs, tried.new_runs))
+        assert old["error"] == new["error"], (name, old["message"], new["message"])
+    message = tried.new_runs(1)["wrong: heads do not divide hidden"][0]["message"]
+    assert "set head_dim" in message
+
+
+def test_new_arguments_that_cannot_work_are_refused(tried):
+    for name in grid.REFUSED:
+        result = tried.new_runs(1)[f"wrong: {name}"][0]
+        assert result.get("error") == "ConfigError", (name, result.get("traceback"))
+        assert name in result["message"], result["message"]
