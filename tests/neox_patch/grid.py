@@ -16,6 +16,7 @@ PLAIN_BLOCK = dict(
     use_bias_in_mlp=True,
     use_bias_in_attn_linear=True,
 )
+FLASH = dict(attention_config=[[["flash"], "all"]])
 MHA_64 = dict(hidden_size=64, num_attention_heads=4)
 GQA_64 = dict(**MHA_64, num_kv_heads=2)
 
@@ -29,6 +30,7 @@ ABSENT = {
     "rpe": dict(**MHA_64, **PLAIN_BLOCK, pos_emb="rpe"),
     "QK norm": dict(**MHA_64, **PLAIN_BLOCK, use_qk_layernorm=True),
     "QK norm, GQA": dict(**GQA_64, **PLAIN_BLOCK, use_qk_layernorm=True),
+    "flash, GQA": dict(**GQA_64, **FLASH),
     "scaled by layer": dict(
         **MHA_64, **PLAIN_BLOCK, apply_query_key_layer_scaling=True, attention_softmax_in_fp32=True
     ),
@@ -61,6 +63,11 @@ WIDTHS = {
     "alibi": dict(MHA_TP4, **PLAIN_BLOCK, pos_emb="alibi"),
     "rpe": dict(MHA_TP4, **PLAIN_BLOCK, pos_emb="rpe"),
     "learned, tied": dict(WIDE, **PLAIN_BLOCK, pos_emb="learned", no_weight_tying=False),
+    "flash, GQA": dict(WIDE, **FLASH, softmax_scale=0.3),
+    "flash, MHA": dict(hidden_size=72, num_attention_heads=4, head_dim=24, **FLASH),
+    "flash, per_head": dict(WIDE_NON_DIVISIBLE, **FLASH, **PER_HEAD),
+    "flash, joint, GQA": dict(NARROW, **PLAIN_BLOCK, **FLASH, use_qk_layernorm=True),
+    "flash, alibi": dict(WIDE, **PLAIN_BLOCK, **FLASH, pos_emb="alibi"),
 }
 """With the new arguments."""
 
