@@ -15,20 +15,27 @@ from typing import Dict, List, Optional, Sequence, Tuple
 from tqdm import tqdm
 
 from tests.neox_patch import checkouts, grid, runs
-from tests.neox_patch.differences import KINDS, Cell, cells, kinds, number
+from tests.neox_patch.differences import KINDS, NONE, Cell, cells, kinds, number
 from tests.neox_patch.test_widths import OURS, THEIRS
 
 PATH = Path(__file__).resolve().parents[1] / "docs" / "neox_patch.md"
 NUMBER = r"\d(?:\.\d+)?e[+-]\d+|(?<=\| )0(?= \|)"
-INTRODUCTION = f"""# Patched GPT-NeoX checkouts, measured
+INTRODUCTION = """# Patched GPT-NeoX checkouts, measured
 
 `python -m tools.neox_patch` gives a GPT-NeoX checkout `head_dim` (neox_args_head_dim.md). Here it was applied to
 several states of GPT-NeoX, and the patched and the plain checkout were both run on a CPU in fp32, not changed
-otherwise: the functions of CUDA answer with the CPU, and DeepSpeed's fused Adam is torch's AdamW. Every number is a
-largest absolute difference, over {grid.RANKS[0]} and, where the heads split, {grid.RANKS[-1]} tensor-parallel ranks;
-logits are of order ten. Written by `python -m tools.neox_patch_table`; the comparisons are tests
-(`make test-neox-patch`), which also hold tokens of cached generation, names, shapes and files against each other.
+otherwise: the functions of CUDA answer with the CPU, DeepSpeed's fused Adam is torch's AdamW, and flash-attn's
+functions are written out in plain torch. Every number is a largest absolute difference, over one tensor-parallel rank
+and two (where the heads split); logits are of order ten. Written by `python -m tools.neox_patch_table`; the
+comparisons are tests (`make test-neox-patch`), which also hold tokens of cached generation, names, shapes and files
+against each other.
 
+"""
+MODELS = f"""
+With the new arguments: logits with this project's model / gradients of all parameters with its / logits with
+transformers (Llama, Mistral and Qwen3 classes; {NONE} where they have no such model). Allowed are {number(OURS)},
+{number(OURS)} and {number(THEIRS)}. An empty cell is a model that this state of GPT-NeoX cannot run for a reason of
+its own: its RMSNorm takes one dimension.
 """
 Found = Dict[str, Tuple[str, list, Dict[str, Cell]]]
 """{commit: (date, rows of the first table, cells of the second)}"""
@@ -56,14 +63,7 @@ def section(found: Found) -> str:
     for number_, kind in enumerate(KINDS):
         values = [number(rows[number_][1]) for _, rows, _ in found.values()]
         lines.append(f"| {kind.name} | {number(kind.allowed)} | {' | '.join(values)} |")
-    lines += ["", "With the new arguments: logits with this project's model / gradients of all parameters with its /"]
-    lines += [
-        "logits with transformers (Llama, Mistral and Qwen3 classes; – where they have no such model). Allowed are"
-    ]
-    lines += [
-        f"{number(OURS)}, {number(OURS)} and {number(THEIRS)}. An empty cell is a model that this state of GPT-NeoX"
-    ]
-    lines += ["cannot run for another reason: RMSNorm over two dimensions.", ""]
+    lines += ["", *MODELS.strip().split("\n"), ""]
     lines += ["| model | hidden / n / m / d |" + "".join(f" {commit} |" for commit in found)]
     lines += ["|---" * (len(heads) + 2) + "|"]
     for name in grid.WIDTHS:

@@ -113,8 +113,8 @@ def same_commit(repo, one, other):
 
 
 def commit_date(repo, commit):
-    """The day of a commit, say 2024-11-14."""
-    return git(repo, "log", "-1", "--format=%cs", commit).strip()
+    """The day a commit was written, say 2024-11-14."""
+    return git(repo, "log", "-1", "--format=%as", commit).strip()
 
 
 def checkout_at(repo, commit, folder):
