@@ -132,11 +132,16 @@ def _write_sequential(weights: Weights, folder: str, bar: tqdm) -> None:
         for index in weights.layer_indices():
             weights.verify_layer(index)
             for rank in ranks:
-                for name, tensor in weights.layer_state(index, rank).items():
-                    modules[rank][f"sequential.{index}.{name}"] = files[rank].add(tensor)
-                    bar.update(tensor.nbytes)
+                bar.update(_add_layer(weights.layer_state(index, rank), index, files[rank], modules[rank]))
         for rank in ranks:
             files[rank].finish(_rank_state(weights, rank, 1, modules[rank]))
+
+
+def _add_layer(state: LayerState, index: int, file: StreamedFile, module: Dict[str, Any]) -> int:
+    """Returns the bytes. As with _write_layer, nothing is kept: the next rank's share is made without this one."""
+    for name, tensor in state.items():
+        module[f"sequential.{index}.{name}"] = file.add(tensor)
+    return sum(tensor.nbytes for tensor in state.values())
 
 
 def _rank_path(folder: str, mp_rank: int) -> str:

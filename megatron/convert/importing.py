@@ -23,6 +23,7 @@ from megatron.convert.hf_source import HFSource
 from megatron.convert.hf_writer import write_text
 from megatron.convert.imported_tokenizer import tokenizer_settings
 from megatron.convert.leftovers import check_source
+from megatron.convert.memory import give_back
 from megatron.convert.model_args import arguments_of
 from megatron.convert.neox_source import whole_on_meta
 from megatron.convert.outputs import check_new, new_folder
@@ -137,6 +138,7 @@ class _HFWeights:
         """{name: tensor} of one layer on one rank."""
         if self._whole_index != index:
             self._whole = {}  # this layer and the next in memory, not the last as well
+            give_back()
             self._whole, self._whole_index = self._merge(index), index
         ranks = self.model_parallel_size
         return {name: self._shards.piece(index, name, whole, tp_rank, ranks) for name, whole in self._whole.items()}

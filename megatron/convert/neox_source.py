@@ -10,6 +10,7 @@ from megatron.checkpointing.reader import CheckpointReader
 from megatron.checkpointing.resharded import ReshardedReader
 from megatron.checkpointing.shards import Shards
 from megatron.checkpointing.te_names import conversion_hints
+from megatron.convert.memory import give_back
 from megatron.convert.rules import Line
 
 Names = Dict[Tuple[int, str], Line]
@@ -51,7 +52,8 @@ class NeoXSource:
         self._weights.verify_layer(index)
 
     def release(self) -> None:
-        """Call between layers: gives back the memory of file pages, once there is much of it."""
+        """Call between layers: gives back memory, that of file pages once there is much of it."""
+        give_back()
         if self._bytes_read > _MOST_MAPPED:
             self._reader.release()
             self._bytes_read = 0

@@ -12,6 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from megatron.checkpointing.streamed_file import StreamedFile, save_file
 from megatron.convert.ahead import Ahead
 from megatron.convert.families import FAMILIES
+from megatron.convert.memory import give_back
 from megatron.convert.older_config import older_keys
 from tests.helpers.convert_folders import assert_same_tensors, raw_config, run_export, run_import, saved
 from tests.helpers.convert_models import VOCAB, hf_config, our_args
@@ -79,6 +80,23 @@ def test_work_ahead_is_one_step_and_in_order():
     assert ahead(2) == 20
     with pytest.raises(ValueError, match="three"):
         ahead(3)
+
+
+def test_freed_memory_is_given_back():
+    """Also what lies below something that is still in use, which the C library keeps by itself."""
+    torch.zeros(31 << 20, dtype=torch.uint8)  # from then on, smaller ones come out of its pools
+    many = [torch.ones(1 << 20, dtype=torch.uint8) for _ in range(300)]
+    kept = torch.ones(1 << 20, dtype=torch.uint8)
+    del many
+    before = _own_memory()
+    give_back()
+    assert before - _own_memory() > 200 << 20
+    assert kept.sum() == 1 << 20
+
+
+def _own_memory():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon"))
 
 
 LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
