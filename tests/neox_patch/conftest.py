@@ -1,5 +1,7 @@
 """The repository of GPT-NeoX under test, its states as folders, plain and patched; all made once."""
 
+import functools
+
 import pytest
 
 from tests.neox_patch import checkouts, grid, runs
@@ -43,9 +45,15 @@ def truths(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def tried(repo, state, truths, tmp_path_factory):
+def kept(truths, tmp_path_factory):
+    """Function (repository, commit): the State, one for all tests, in whichever order the tests of states come."""
+    return functools.cache(lambda repo, commit: runs.State(repo, commit, tmp_path_factory.mktemp(commit), truths))
+
+
+@pytest.fixture(scope="session")
+def tried(repo, state, kept):
     """A state of GPT-NeoX, with its runs."""
-    return runs.State(repo, state, tmp_path_factory.mktemp("state"), truths)
+    return kept(repo, state)
 
 
 @pytest.fixture(scope="session")
