@@ -22,6 +22,7 @@ def pytest_generate_tests(metafunc):
         )
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for its groups
 def pytest_collection_modifyitems(items):
     """All tests of a state in one process, which makes its checkouts and runs once (pytest-xdist, --dist loadgroup)."""
     for item in items:
