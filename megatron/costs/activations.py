@@ -16,6 +16,7 @@ from typing import Dict, Optional, Tuple
 
 import torch
 
+from megatron.costs.parameters import share
 from megatron.costs.states import precision_bytes
 from megatron.model.attention.cache import cached_key_heads
 from megatron.model.attention.core import AUTO_ORDER, KERNELS, AttentionRequest
@@ -109,13 +110,12 @@ def norm_bytes(neox_args, rows: int, width: int, batch: Batch, weights: Optional
 
 def mlp_bytes(neox_args, number: int, batch: Batch) -> int:
     """linear1's output and what the activation and linear2 save."""
-    mlp = neox_args.mlp_geometry(number)
-    width = mlp.ffn_hidden_size // batch.ranks
+    mlp = neox_args.mlp_geometry(number).shard(batch.ranks)
     if mlp.gated:
         kept = 3 if neox_args.activation == "bilinear" else 4
     else:
         kept = {"relu": 1, "softsign": 3}.get(neox_args.activation, 2)
-    return kept * batch.number_bytes * batch.tokens * width
+    return kept * batch.number_bytes * batch.tokens * mlp.ffn_hidden_size
 
 
 def kernel_of(neox_args, number: int, batch: Batch) -> str:
@@ -169,7 +169,7 @@ def attention_bytes(neox_args, number: int, batch: Batch) -> Dict[str, int]:
             copied, keeps_projection = (n if fresh or n > keys else 0) + (keys if fresh else 0), True
         heads = c * tokens * copied * d
     if keeps_projection:
-        heads += c * tokens * (geometry.qkv_hidden_size // batch.ranks)
+        heads += c * tokens * share(geometry.qkv_hidden_size, batch.ranks)
     return {"norm": norm, "heads": heads, "scores": scores, "context": context}
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import List, NamedTuple, Optional
 
 from megatron.costs.activations import Batch, attention_bytes, kernel_of, layer_activations, norm_bytes
+from megatron.costs.parameters import count, share
 from megatron.costs.stages import FIRST_TRANSFORMER_LAYER, Stage, stage_parameters, stages
 from megatron.costs.states import States, states
 
@@ -125,7 +126,7 @@ def _late_share(neox_args, stage: Stage, checkpointed: List[List[int]]) -> float
     """See _Kept.late."""
     numbers = checkpointed[0] if checkpointed else stage.layers[:1]
     beginning = replace(stage, end=max(stage.first, FIRST_TRANSFORMER_LAYER + max(numbers, default=-1) + 1))
-    late, every = (sum(p.numel for p in stage_parameters(neox_args, part)) for part in (beginning, stage))
+    late, every = (count(stage_parameters(neox_args, part)) for part in (beginning, stage))
     return late / every
 
 
@@ -147,12 +148,12 @@ def _segments(neox_args, stage: Stage) -> List[List[int]]:
 
 def _workspace(neox_args, number: int, batch: Batch) -> int:
     """Gradients that exist at one time in a layer's backward pass, less the activations that it has freed by then."""
-    c, mlp = batch.number_bytes, neox_args.mlp_geometry(number)
+    c, mlp = batch.number_bytes, neox_args.mlp_geometry(number).shard(batch.ranks)
     own = neox_args.head_geometry(number).shard(batch.ranks)
     parts = layer_activations(neox_args, number, batch)
     freed = parts["mlp"] + parts["norms"] // 2 + attention_bytes(neox_args, number, batch)["context"]
     stream = 2 * c * batch.tokens * neox_args.hidden_size
-    branches = c * batch.tokens * (mlp.linear1_width + mlp.ffn_hidden_size) // batch.ranks
+    branches = c * batch.tokens * (mlp.linear1_width + mlp.ffn_hidden_size)
     heads, scores = 2 * c * batch.tokens * own.qkv_hidden_size, 0
     if kernel_of(neox_args, number, batch) in ("global", "explicit"):
         scores = (8 if c == 4 else 6) * batch.texts * own.num_attention_heads * batch.length**2
@@ -169,4 +170,4 @@ def _logit_bytes(neox_args, batch: Batch) -> int:
 
 
 def _logits(neox_args, batch: Batch) -> int:
-    return batch.number_bytes * batch.tokens * (neox_args.padded_vocab_size // batch.ranks)
+    return batch.number_bytes * batch.tokens * share(neox_args.padded_vocab_size, batch.ranks)

@@ -1,9 +1,25 @@
-"""Trainable parameters, for the whole model however it is split over ranks."""
+"""The parameters of a model, one by one: of the whole model, or of one tensor-parallel rank."""
 
-from typing import Dict, List
+import math
+from typing import Dict, List, NamedTuple, Tuple
 
 _NORM_VECTORS = {"layernorm": 2, "rmsnorm": 1, "non_parametric_layernorm": 0, "te_layernorm": 2, "te_rmsnorm": 1}
 """Parameter vectors of each norm; scalenorm has a single number instead."""
+
+
+class ParameterShape(NamedTuple):
+    """A parameter of one rank, and whether weight decay acts on it."""
+
+    shape: Tuple[int, ...]
+    decays: bool = True
+
+    @property
+    def numel(self) -> int:
+        """Numbers in it."""
+        return math.prod(self.shape)
+
+
+Shapes = List[ParameterShape]
 
 
 def num_parameters(neox_args) -> int:
@@ -12,66 +28,113 @@ def num_parameters(neox_args) -> int:
 
 
 def parameter_parts(neox_args) -> Dict[str, int]:
-    """Parameters by part: embedding, positions (learned, or rpe's biases), attention, mlp, norms, head.
+    """Parameters by part, however the model is split: embedding, positions (learned, or rpe's biases), attention, mlp,
+    norms, head.
 
     attention and mlp include biases; norms are those of the residual stream, of queries and keys, and the last one.
     A tied head is part of the embedding.
     """
-    hidden, rows = neox_args.hidden_size, neox_args.padded_vocab_size
     layers = range(neox_args.num_layers)
-    head = rows * hidden if neox_args.no_weight_tying else 0
+    norms = [shape for number in layers for shape in norm_shapes(neox_args, number, 1)]
     return {
-        "embedding": rows * hidden,
-        "positions": _position_parameters(neox_args),
-        "attention": sum(_attention_parameters(neox_args, number) for number in layers),
-        "mlp": sum(_mlp_parameters(neox_args, number) for number in layers),
-        "norms": sum(_layer_norm_parameters(neox_args, number) for number in layers)
-        + _norm_parameters(neox_args, hidden),
-        "head": head + (rows if neox_args.use_bias_in_output_layer else 0),
+        "embedding": count(embedding_shapes(neox_args, 1)),
+        "positions": count(position_shapes(neox_args) + rpe_shapes(neox_args, 1)),
+        "attention": sum(count(attention_shapes(neox_args, number, 1)) for number in layers),
+        "mlp": sum(count(mlp_shapes(neox_args, number, 1)) for number in layers),
+        "norms": count(norms + one_norm(neox_args, neox_args.hidden_size)),
+        "head": count(head_shapes(neox_args, 1)),
     }
 
 
-def _position_parameters(neox_args) -> int:
-    if neox_args.pos_emb == "learned":
-        return neox_args.max_position_embeddings * neox_args.hidden_size
-    if neox_args.pos_emb == "rpe":  # one bias, shared by all layers
-        return neox_args.rpe_num_buckets * neox_args.head_geometry().num_attention_heads
-    return 0
+def count(shapes: Shapes) -> int:
+    """Numbers in all of them."""
+    return sum(shape.numel for shape in shapes)
 
 
-def _attention_parameters(neox_args, number: int) -> int:
+def share(size: int, ranks: int) -> int:
+    """What each of `ranks` ranks keeps of the rows (or columns) of a parallel layer: see megatron/mpu/layers.py.
+
+    Of key/value heads that several ranks compute with, each keeps a share of the rows too.
+    """
+    return size // ranks
+
+
+def layer_shapes(neox_args, number: int, ranks: int) -> Shapes:
+    """Every parameter of a transformer layer on one of `ranks` ranks, without rpe's table, which layers share."""
+    return [
+        *attention_shapes(neox_args, number, ranks),
+        *mlp_shapes(neox_args, number, ranks),
+        *norm_shapes(neox_args, number, ranks),
+    ]
+
+
+def attention_shapes(neox_args, number: int, ranks: int) -> Shapes:
+    """The QKV and the output projection of a layer."""
     geometry = neox_args.head_geometry(number)
-    total = geometry.hidden_size * (geometry.qkv_hidden_size + geometry.query_hidden_size)
-    if neox_args.qkv_has_bias:
-        total += geometry.qkv_hidden_size
-    if neox_args.use_bias_in_attn_linear:
-        total += geometry.hidden_size
-    return total
+    qkv, query = share(geometry.qkv_hidden_size, ranks), share(geometry.query_hidden_size, ranks)
+    weights = [ParameterShape((qkv, geometry.hidden_size)), ParameterShape((geometry.hidden_size, query))]
+    biases = [qkv] if neox_args.qkv_has_bias else []
+    biases += [geometry.hidden_size] if neox_args.use_bias_in_attn_linear else []
+    return weights + _biases(biases)
 
 
-def _mlp_parameters(neox_args, number: int) -> int:
-    mlp = neox_args.mlp_geometry(number)
-    biases = mlp.linear1_width + mlp.hidden_size if neox_args.use_bias_in_mlp else 0
-    return mlp.hidden_size * (mlp.linear1_width + mlp.ffn_hidden_size) + biases
+def mlp_shapes(neox_args, number: int, ranks: int) -> Shapes:
+    """linear1 and linear2 of a layer."""
+    mlp = neox_args.mlp_geometry(number).shard(ranks)
+    weights = [
+        ParameterShape((mlp.linear1_width, mlp.hidden_size)),
+        ParameterShape((mlp.hidden_size, mlp.ffn_hidden_size)),
+    ]
+    return weights + _biases([mlp.linear1_width, mlp.hidden_size] if neox_args.use_bias_in_mlp else [])
 
 
-def _layer_norm_parameters(neox_args, number: int) -> int:
-    norms = 4 if neox_args.norm_placement == "sandwich" else 2
-    return norms * _norm_parameters(neox_args, neox_args.hidden_size) + sum(
-        _norm_parameters(neox_args, width) for width in _qk_norm_widths(neox_args, number)
-    )
+def norm_shapes(neox_args, number: int, ranks: int) -> Shapes:
+    """The norms of a layer: on the residual stream, and on queries and keys."""
+    stream = 4 if neox_args.norm_placement == "sandwich" else 2
+    widths = [neox_args.hidden_size] * stream + qk_norm_widths(neox_args, number, ranks)
+    return [shape for width in widths for shape in one_norm(neox_args, width)]
 
 
-def _qk_norm_widths(neox_args, number: int) -> List[int]:
-    """The width of each norm on queries and keys, over all ranks."""
+def qk_norm_widths(neox_args, number: int, ranks: int) -> List[int]:
+    """The width of the weights of each norm on queries and keys on one of `ranks` ranks."""
     geometry = neox_args.head_geometry(number)
-    widths = {
-        "joint": [geometry.query_hidden_size],
-        "per_head": [geometry.head_dim] * 2,
-        "full_width": [geometry.query_hidden_size, geometry.kv_hidden_size],
-    }
+    query, kv = share(geometry.query_hidden_size, ranks), share(geometry.kv_hidden_size, ranks)
+    widths = {"joint": [query], "per_head": [geometry.head_dim] * 2, "full_width": [query, kv]}
     return widths.get(neox_args.layer_attention(number).qk_norm, [])
 
 
-def _norm_parameters(neox_args, width: int) -> int:
-    return 1 if neox_args.norm == "scalenorm" else _NORM_VECTORS[neox_args.norm] * width
+def one_norm(neox_args, width: int) -> Shapes:
+    """A norm over `width` numbers."""
+    if neox_args.norm == "scalenorm":
+        return [ParameterShape((1,), False)]
+    return [ParameterShape((width,), False)] * _NORM_VECTORS[neox_args.norm]
+
+
+def embedding_shapes(neox_args, ranks: int) -> Shapes:
+    """The token embedding."""
+    return [ParameterShape((share(neox_args.padded_vocab_size, ranks), neox_args.hidden_size))]
+
+
+def position_shapes(neox_args) -> Shapes:
+    """Learned positions, whole on every rank."""
+    if neox_args.pos_emb != "learned":
+        return []
+    return [ParameterShape((neox_args.max_position_embeddings, neox_args.hidden_size))]
+
+
+def rpe_shapes(neox_args, ranks: int) -> Shapes:
+    """The one table of relative position biases, which all layers share."""
+    if neox_args.pos_emb != "rpe":
+        return []
+    return [ParameterShape((neox_args.rpe_num_buckets, neox_args.head_geometry().shard(ranks).num_attention_heads))]
+
+
+def head_shapes(neox_args, ranks: int) -> Shapes:
+    """The output layer; of a tied one only the bias, if it has one."""
+    rows = share(neox_args.padded_vocab_size, ranks)
+    weight = [ParameterShape((rows, neox_args.hidden_size))] if neox_args.no_weight_tying else []
+    return weight + _biases([rows] if neox_args.use_bias_in_output_layer else [])
+
+
+def _biases(widths: List[int]) -> Shapes:
+    return [ParameterShape((width,), False) for width in widths]

@@ -1,24 +1,14 @@
-"""What a rank of a pipeline stage holds: its layers, and its parameters one by one."""
+"""What a rank of a pipeline stage holds: its layers, and their parameters."""
 
-import math
 import re
 from dataclasses import dataclass
-from typing import List, NamedTuple, Tuple
+from typing import List
+
+from megatron.costs import parameters
+from megatron.costs.parameters import Shapes, count
 
 FIRST_TRANSFORMER_LAYER = 2
 """Index of transformer layer 0 among the layers of the pipeline: see megatron/model/gpt2_model.py."""
-
-
-class ParameterShape(NamedTuple):
-    """A parameter of one rank, and whether weight decay acts on it."""
-
-    shape: Tuple[int, ...]
-    decays: bool = True
-
-    @property
-    def numel(self) -> int:
-        """Numbers in it."""
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -94,86 +84,31 @@ def _class_names(neox_args) -> List[str]:
 
 
 def _parameter_counts(neox_args) -> List[int]:
-    def count(shapes):
-        return sum(shape.numel for shape in shapes)
-
-    layers = [
-        count(layer_parameters(neox_args, number)) + count(_rpe(neox_args)) for number in range(neox_args.num_layers)
-    ]
-    embedding = count(_embedding(neox_args))
-    head = count(_head(neox_args)) if neox_args.no_weight_tying else embedding
-    return [embedding, 0, *layers, 0, count(_norm(neox_args, neox_args.hidden_size)), head]
+    """Of each layer in the pipeline's list. Every transformer layer has rpe's table, when it is dealt out."""
+    ranks, rpe = neox_args.model_parallel_size, count(parameters.rpe_shapes(neox_args, neox_args.model_parallel_size))
+    layers = [count(parameters.layer_shapes(neox_args, number, ranks)) + rpe for number in range(neox_args.num_layers)]
+    embedding, head = count(_embedding(neox_args)), count(parameters.head_shapes(neox_args, ranks))
+    norm = count(parameters.one_norm(neox_args, neox_args.hidden_size))
+    return [embedding, 0, *layers, 0, norm, head if neox_args.no_weight_tying else embedding]
 
 
-def stage_parameters(neox_args, stage: Stage) -> List[ParameterShape]:
+def stage_parameters(neox_args, stage: Stage) -> Shapes:
     """Every parameter of one tensor-parallel rank of a stage. A tied embedding is on the first and the last stage."""
-    found: List[ParameterShape] = []
-    tied_head = stage.has_head and not neox_args.no_weight_tying
-    if stage.has_embedding or tied_head:
+    ranks, found = neox_args.model_parallel_size, []
+    if stage.has_embedding or (stage.has_head and not neox_args.no_weight_tying):
         found += _embedding(neox_args)
     if stage.layers:
-        found += _rpe(neox_args)
+        found += parameters.rpe_shapes(neox_args, ranks)
     for number in stage.layers:
-        found += layer_parameters(neox_args, number)
+        found += parameters.layer_shapes(neox_args, number, ranks)
     if stage.has_norm:
-        found += _norm(neox_args, neox_args.hidden_size)
-    if stage.has_head and not tied_head:
-        found += _head(neox_args)
+        found += parameters.one_norm(neox_args, neox_args.hidden_size)
+    if stage.has_head:
+        found += parameters.head_shapes(neox_args, ranks)
     return found
 
 
-def layer_parameters(neox_args, number: int) -> List[ParameterShape]:
-    """Every parameter of a transformer layer on one tensor-parallel rank, without rpe's table, which layers share."""
-    ranks, hidden = neox_args.model_parallel_size, neox_args.hidden_size
-    geometry, mlp = neox_args.head_geometry(number), neox_args.mlp_geometry(number)
-    qkv, query = geometry.qkv_hidden_size // ranks, geometry.query_hidden_size // ranks
-    wide, narrow = mlp.linear1_width // ranks, mlp.ffn_hidden_size // ranks
-    found = [ParameterShape(shape) for shape in ((qkv, hidden), (hidden, query), (wide, hidden), (hidden, narrow))]
-    biases = [qkv] if neox_args.qkv_has_bias else []
-    biases += [hidden] if neox_args.use_bias_in_attn_linear else []
-    biases += [wide, hidden] if neox_args.use_bias_in_mlp else []
-    found += [ParameterShape((width,), False) for width in biases]
-    for _ in range(4 if neox_args.norm_placement == "sandwich" else 2):
-        found += _norm(neox_args, hidden)
-    for width in qk_norm_widths(neox_args, number):
-        found += _norm(neox_args, width)
-    return found
-
-
-def qk_norm_widths(neox_args, number: int) -> List[int]:
-    """The width of the weights of each norm on queries and keys, on one tensor-parallel rank."""
-    geometry, ranks = neox_args.head_geometry(number), neox_args.model_parallel_size
-    widths = {
-        "joint": [geometry.query_hidden_size // ranks],
-        "per_head": [geometry.head_dim] * 2,
-        "full_width": [geometry.query_hidden_size // ranks, geometry.kv_hidden_size // ranks],
-    }
-    return widths.get(neox_args.layer_attention(number).qk_norm, [])
-
-
-def _norm(neox_args, width: int) -> List[ParameterShape]:
-    if neox_args.norm == "scalenorm":
-        return [ParameterShape((1,), False)]
-    vectors = {"non_parametric_layernorm": 0, "rmsnorm": 1, "te_rmsnorm": 1}.get(neox_args.norm, 2)
-    return [ParameterShape((width,), False)] * vectors
-
-
-def _embedding(neox_args) -> List[ParameterShape]:
-    rows = neox_args.padded_vocab_size // neox_args.model_parallel_size
-    found = [ParameterShape((rows, neox_args.hidden_size))]
-    if neox_args.pos_emb == "learned":
-        found.append(ParameterShape((neox_args.max_position_embeddings, neox_args.hidden_size)))
-    return found
-
-
-def _rpe(neox_args) -> List[ParameterShape]:
-    if neox_args.pos_emb != "rpe":
-        return []
-    heads = neox_args.head_geometry().shard(neox_args.model_parallel_size).num_attention_heads
-    return [ParameterShape((neox_args.rpe_num_buckets, heads))]
-
-
-def _head(neox_args) -> List[ParameterShape]:
-    rows = neox_args.padded_vocab_size // neox_args.model_parallel_size
-    bias = [ParameterShape((rows,), False)] if neox_args.use_bias_in_output_layer else []
-    return [ParameterShape((rows, neox_args.hidden_size)), *bias]
+def _embedding(neox_args) -> Shapes:
+    """The layer at the beginning: tokens, and learned positions."""
+    tokens = parameters.embedding_shapes(neox_args, neox_args.model_parallel_size)
+    return tokens + parameters.position_shapes(neox_args)

@@ -20,7 +20,7 @@ param_persistence_threshold numbers whole besides.
 import math
 from typing import Any, List, NamedTuple
 
-from megatron.costs.stages import ParameterShape
+from megatron.costs.parameters import Shapes, count
 
 _BYTES = {"fp32": 4, "fp16": 2, "bfloat16": 2, "bf16": 2}
 _BUCKET = 500_000_000
@@ -50,7 +50,7 @@ def zero_stage(neox_args) -> int:
     return 1 if neox_args.precision == "fp16" and neox_args.zero_stage == 0 else neox_args.zero_stage
 
 
-def states(neox_args, parameters: List[ParameterShape], replicas: int) -> States:
+def states(neox_args, parameters: Shapes, replicas: int) -> States:
     """The bytes of a rank with these parameters in a group of `replicas` data-parallel ranks."""
     stage = zero_stage(neox_args)
     if stage == 3:
@@ -72,7 +72,7 @@ def accumulation_bytes(neox_args) -> int:
 
 def _replicated(neox_args, parameters) -> States:
     """fp32: the torch optimizer itself. bfloat16: DeepSpeed's FP16_UnfusedOptimizer."""
-    numel, size = _numel(parameters), precision_bytes(neox_args)
+    numel, size = count(parameters), precision_bytes(neox_args)
     masters = 0 if size == 4 else 4 * numel
     kept = sum(4 * _state_numbers(neox_args, parameter.shape) for parameter in parameters)
     step = max(size * min(numel, _BUCKET), masters + _norm_bytes(parameters))
@@ -88,7 +88,7 @@ def _bf16_optimizer(neox_args, parameters, replicas: int) -> States:
     # The sum over the replicas is made in a copy of them all, in bf16 if they are not.
     step = max(cast, (size if size == 2 else 6) * min(numel, _BUCKET))
     # What backward leaves on the parameters is added to the flat sums, and freed after the step only.
-    gradients = summed + 2 * _numel(parameters)
+    gradients = summed + 2 * count(parameters)
     return States(2 * numel, gradients, 4 * share + kept, 0, step, standing=summed)
 
 
@@ -97,7 +97,7 @@ def _zero(neox_args, parameters, replicas: int, stage: int) -> States:
     share = sum(flat // replicas for flat in flats)
     master = _master_bytes(neox_args)
     kept = master * sum(_state_numbers(neox_args, (flat // replicas,)) for flat in flats)
-    gradients = size * _numel(parameters) if stage == 1 else accumulation_bytes(neox_args) * share
+    gradients = size * count(parameters) if stage == 1 else accumulation_bytes(neox_args) * share
     largest = max(flat // replicas for flat in flats)
     optimizer, step = master * share + kept, _flat_gradient_bytes(size, master) * largest
     if _offloads(neox_args, "offload_optimizer"):
@@ -113,7 +113,7 @@ def _zero3(neox_args, parameters, replicas: int) -> States:
     live = (
         0
         if replicas == 1
-        else min(int(_zero_setting(neox_args, "max_live_parameters", 1_000_000_000)), _numel(parameters) - whole)
+        else min(int(_zero_setting(neox_args, "max_live_parameters", 1_000_000_000)), count(parameters) - whole)
     )
     kept = master * _state_numbers(neox_args, (share,))
     optimizer, step = master * share + kept, _flat_gradient_bytes(size, master) * share
@@ -153,7 +153,7 @@ def _master_bytes(neox_args) -> int:
 def _flat_groups(neox_args, parameters, replicas: int) -> List[int]:
     """Numbers of each flat parameter group, padding included."""
     decayed = sum(p.numel for p in parameters if p.decays and neox_args.weight_decay)
-    groups = (decayed, _numel(parameters) - decayed)
+    groups = (decayed, count(parameters) - decayed)
     return [-(-numel // (2 * replicas)) * 2 * replicas for numel in groups if numel]
 
 
@@ -165,10 +165,6 @@ def _flat_gradient_bytes(size: int, master: int) -> int:
 def _norm_bytes(parameters) -> int:
     """Squares of one gradient, in fp32, of which the norm is the sum: see megatron/training/gradients.py."""
     return 4 * max(parameter.numel for parameter in parameters)
-
-
-def _numel(parameters) -> int:
-    return sum(parameter.numel for parameter in parameters)
 
 
 def _state_numbers(neox_args, shape) -> int:
