@@ -12,6 +12,7 @@ from megatron.errors import ConfigError
 from megatron.geometry import HeadGeometry, MLPGeometry
 from megatron.neox_arguments import NeoXArgs
 from tests.helpers import geometries
+from tests.helpers import neox_patch_edits as edits
 from tests.helpers.configs import tiny_args, tiny_values
 from tests.helpers.neox_patch_arguments import (
     CHECKS,
@@ -24,24 +25,14 @@ from tests.helpers.neox_patch_arguments import (
 )
 from tools.neox_patch.change import FILES, PROJECT
 from tools.neox_patch.changes import arguments, documents
-from tools.neox_patch.source import AnchorNotFound, Source
+from tools.neox_patch.source import AnchorNotFound
 
 NEW = ("head_dim", "softmax_scale", "qk_norm_type")
 
 
 def patched(path, text):
-    """The text with all changes of its file; the changes then find nothing more to do."""
-    for change in arguments.CHANGES:
-        if change.path == path:
-            text = edited(change, text)
-            assert edited(change, text) == text, f"{change.summary}: made twice"
-    return text
-
-
-def edited(change, text):
-    source = Source(change.path, text)
-    change.edit(source)
-    return source.result() if source.changed else text
+    """The text with all changes of its file."""
+    return edits.patched([change for change in arguments.CHANGES if change.path == path], text)
 
 
 def patched_page(text):
@@ -263,6 +254,16 @@ def test_geometry_and_scale_are_those_of_this_project(monkeypatch, name):
     assert config.softmax_scale(theirs) == 1 / ours.head_geometry().head_dim
     theirs.softmax_scale = 0.3
     assert config.softmax_scale(theirs) == 0.3
+
+
+def test_rotary_dimensions_are_as_ever_without_head_dim(monkeypatch):
+    config = load_placed(monkeypatch, "config")
+    for rotary_pct, rotated in ((0.01, 0), (0.2, 3), (1.0, 16)):
+        plain = dict(hidden_size=64, num_attention_heads=4, pos_emb="rotary", rotary_pct=rotary_pct)
+        assert config.head_geometry(configured(**plain)) == HeadGeometry(64, 4, 4, 16, rotated)
+        if rotated < 16:
+            with pytest.raises(ConfigError, match=f"rotates {rotated} dimensions"):
+                config.head_geometry(configured(**plain, head_dim=16))
 
 
 PUBLISHED = {"0.6B": (28, 1024, 16, 8, 128, 3072), "4B": (36, 2560, 32, 8, 128, 9728)}

@@ -20,7 +20,8 @@ INTERRUPTED = (
     "an earlier run was interrupted while it wrote: --revert takes back what it did, --write does so and starts again"
 )
 REVIEW = """To review:
-  - without head_dim, softmax_scale and qk_norm_type in a config everything is as before, to the last bit
+  - without head_dim, softmax_scale and qk_norm_type in a config everything is as before, to the last bit; te_mha
+    and the Hugging Face converters differ where they were wrong
   - changes of your own next to rewritten lines: the diff shows them
   - code of your own that divides hidden_size by num_attention_heads, which this tool does not look for:
     git grep -n num_attention_heads"""

@@ -4,7 +4,7 @@ Expressions are compared as syntax trees: formatting, quotes and line breaks do 
 """
 
 import ast
-from typing import Callable, Iterator, List, Optional, Sequence, Type, TypeVar
+from typing import List, Optional, Sequence, Type, TypeVar
 
 import libcst as cst
 
@@ -30,11 +30,6 @@ def every(scope: cst.CSTNode, kind: Type[Node]) -> List[Node]:
 def class_named(source: Source, name: str) -> cst.ClassDef:
     """The class `name`, at the top of the file."""
     return _one(source, f"class {name}", [node for node in source.module.body if _is_named(node, cst.ClassDef, name)])
-
-
-def has_class(source: Source, name: str) -> bool:
-    """Whether the file has the class `name` at its top."""
-    return any(_is_named(node, cst.ClassDef, name) for node in source.module.body)
 
 
 def function_named(source: Source, name: str, scope: Optional[cst.ClassDef] = None) -> cst.FunctionDef:
@@ -117,11 +112,6 @@ def the_one_that_is(scope: cst.CSTNode, source: Source, code: str, where: str) -
 def is_code(source: Source, node: cst.CSTNode, code: str) -> bool:
     """Whether a node is the expression `code`."""
     return same_code(f"({source.code(node)})", f"({code})")
-
-
-def statements_where(scope: cst.CSTNode, holds: Callable[[cst.CSTNode], bool]) -> Iterator[cst.CSTNode]:
-    """Statements inside a node for which something holds, in order."""
-    return (node for node in every(scope, (cst.SimpleStatementLine, cst.BaseCompoundStatement)) if holds(node))
 
 
 def only(source: Source, what: str, found: Sequence[Node]) -> Node:
