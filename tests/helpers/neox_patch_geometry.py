@@ -2,8 +2,6 @@
 
 from types import SimpleNamespace
 
-from tools.neox_patch.source import Source
-
 LOGGING = """
 import math
 from megatron import mpu
@@ -153,21 +151,6 @@ LAYER_LIST_KEYWORDS = LAYER_LIST.replace(
     "self.neox_args.hidden_size, self", "denominator=self.neox_args.num_attention_heads, numerator=self"
 ).replace("numerator=self.neox_args.num_attention_heads", "numerator=self.neox_args.hidden_size")
 LAYER_LISTS = {"as GPT-NeoX": LAYER_LIST, "otherwise": LAYER_LIST_OTHERWISE, "keywords": LAYER_LIST_KEYWORDS}
-
-
-def patched(changes, text):
-    """The text with all changes that are wanted, each of which then finds nothing more to do."""
-    for change in changes:
-        text = edited(change, text)
-        assert edited(change, text) == text, f"{change.summary}: made twice"
-    return text
-
-
-def edited(change, text):
-    """The text with one change."""
-    source = Source(change.path, text)
-    change.edit(source)
-    return source.result() if source.changed else text
 
 
 COUNTED = dict(

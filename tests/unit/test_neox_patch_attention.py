@@ -10,6 +10,7 @@ from itertools import product
 import pytest
 import torch
 
+from tests.helpers import neox_patch_edits as edits
 from tests.helpers.attention_reference import AttentionFunction, value_and_gradients
 from tests.helpers.geometries import MHA, MQA, NARROW, QUOTIENT, WIDE_NON_DIVISIBLE
 from tests.helpers.neox_patch_arguments import load_placed
@@ -17,7 +18,7 @@ from tests.helpers.neox_patch_attention import FlashCalls, attention_class, buil
 from tests.helpers.neox_patch_attention_texts import OTHERWISE, PLAIN, SPELLINGS
 from tests.helpers.tolerances import GRADIENT, assert_close
 from tools.neox_patch.changes import attention, attention_norms
-from tools.neox_patch.source import AnchorNotFound, Source
+from tools.neox_patch.source import AnchorNotFound
 
 CHANGES = [*attention.CHANGES, *attention_norms.CHANGES]
 TOKENS, BATCH = 9, 2
@@ -49,22 +50,14 @@ GROUPED_NORMS = dict(QUOTIENT, num_kv_heads=1, use_qk_layernorm=True)
 @functools.cache
 def patched(text):
     """The text with all changes."""
-    for change in CHANGES:
-        text = edited(change, text)
-    return text
-
-
-def edited(change, text):
-    source = Source(change.path, text)
-    change.edit(source)
-    return source.result() if source.changed else text
+    return edits.patched(CHANGES, text)
 
 
 @pytest.mark.parametrize("spelling", ["plain", "otherwise"])
 def test_changes_are_made_once(spelling):
     text = patched(SPELLINGS[spelling])
     for change in CHANGES:
-        assert edited(change, text) == text, f"{change.summary}: made again"
+        assert edits.edited(change, text) == text, f"{change.summary}: made again"
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
@@ -149,7 +142,7 @@ def test_what_is_not_found_is_said(what):
     change, old, new = BROKEN[what]
     assert old in PLAIN
     with pytest.raises(AnchorNotFound, match=f"^{attention.PATH}: "):
-        edited(change, PLAIN.replace(old, new))
+        edits.edited(change, PLAIN.replace(old, new))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -11,7 +11,8 @@ from megatron.errors import CheckpointError
 from tests.helpers.configs import tiny_args
 from tests.helpers.geometries import ALL, MHA, WIDE_NON_DIVISIBLE
 from tests.helpers.neox_patch_arguments import load_placed
-from tests.helpers.neox_patch_geometry import CHECKPOINTING, CHECKPOINTINGS, patched
+from tests.helpers.neox_patch_edits import patched
+from tests.helpers.neox_patch_geometry import CHECKPOINTING, CHECKPOINTINGS
 from tools.neox_patch.changes import checkpoints
 from tools.neox_patch.source import AnchorNotFound
 

@@ -12,6 +12,7 @@ import yaml
 
 from megatron.errors import ConfigError, ConversionError
 from megatron.geometry import HeadGeometry, MLPGeometry
+from tests.helpers import neox_patch_edits as edits
 from tests.helpers.geometries import GQA_TP4, MHA_TP4, NARROW, QUOTIENT, WIDE_NON_DIVISIBLE
 from tests.helpers.neox_patch_arguments import load_placed
 from tests.helpers.neox_patch_converters import EXPORT, EXPORT_OTHERWISE, IMPORT, IMPORT_OTHERWISE, RAW
@@ -25,18 +26,8 @@ LLAMA = dict(pos_emb="rotary", norm="rmsnorm", use_bias_in_attn_linear=False)
 
 @functools.cache
 def patched(path, text):
-    """The text with all changes of its file; the changes then find nothing more to do."""
-    for change in CHANGES:
-        if change.path == path:
-            text = edited(change, text)
-            assert edited(change, text) == text, f"{change.summary}: made twice"
-    return text
-
-
-def edited(change, text):
-    source = Source(change.path, text)
-    change.edit(source)
-    return source.result() if source.changed else text
+    """The text with all changes of its file."""
+    return edits.patched([change for change in CHANGES if change.path == path], text)
 
 
 def refusals(path, text):

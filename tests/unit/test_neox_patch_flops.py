@@ -10,6 +10,7 @@ from megatron.costs.flops import forward_flops
 from tests.helpers.configs import tiny_args
 from tests.helpers.geometries import ALL, NARROW, WIDE_NON_DIVISIBLE
 from tests.helpers.neox_patch_arguments import load_placed
+from tests.helpers.neox_patch_edits import patched
 from tests.helpers.neox_patch_geometry import (
     LAYER_LIST,
     LAYER_LISTS,
@@ -18,7 +19,6 @@ from tests.helpers.neox_patch_geometry import (
     LOGGINGS,
     counted_arguments,
     counting_functions,
-    patched,
 )
 from tools.neox_patch.change import Features
 from tools.neox_patch.changes import flops, rpe

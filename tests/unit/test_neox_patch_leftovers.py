@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.helpers.neox_patch_geometry import CHECKPOINTINGS, LAYER_LISTS, LOGGINGS, patched
+from tests.helpers.neox_patch_edits import patched
+from tests.helpers.neox_patch_geometry import CHECKPOINTINGS, LAYER_LISTS, LOGGINGS
 from tests.helpers.neox_patch_leftovers import leftovers
 from tools.neox_patch.change import FILES
 from tools.neox_patch.changes import checkpoints, flops, rpe

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.errors import ConfigError
+from tests.helpers import neox_patch_edits as edits
 from tests.helpers.attention_reference import AttentionFunction, value_and_gradients
 from tests.helpers.configs import tiny_args
 from tests.helpers.geometries import MHA, MQA, NARROW, QUOTIENT, WIDE_NON_DIVISIBLE
@@ -18,7 +19,7 @@ from tests.helpers.te import install_te, requires_te
 from tests.helpers.te_attention import NAMES, te_row_order
 from tests.helpers.tolerances import GRADIENT, assert_close
 from tools.neox_patch.changes import transformer_engine
-from tools.neox_patch.source import AnchorNotFound, Source
+from tools.neox_patch.source import AnchorNotFound
 
 TOKENS, BATCH = 12, 2
 CASES = {
@@ -31,19 +32,8 @@ CASES = {
 
 
 def patched(text):
-    """The text with all changes, which then find nothing more to do."""
-    for change in transformer_engine.CHANGES:
-        text = edited(change, text)
-        assert edited(change, text) == text, f"{change.summary}: made twice"
-    for change in transformer_engine.CHANGES:
-        assert edited(change, text) == text, f"{change.summary}: made again after the others"
-    return text
-
-
-def edited(change, text):
-    source = Source(change.path, text)
-    change.edit(source)
-    return source.result() if source.changed else text
+    """The text with all changes."""
+    return edits.patched(transformer_engine.CHANGES, text)
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
