@@ -1,9 +1,12 @@
 """`python -m tools.neox_patch`: what it prints where, its exit statuses, and what it refuses."""
 
+import ast
 import os
 import pty
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -325,3 +328,18 @@ def test_the_whole_patch_names_each_file_once():
         assert file.content(), file.path
         if file.path.endswith(".py"):
             compile(file.content(), file.path, "exec", dont_inherit=True)
+
+
+def test_its_requirements_file_is_all_that_it_needs():
+    """Who only patches a checkout installs nothing else."""
+    root = Path(__file__).resolve().parents[2]
+    named = re.findall(r"^\w+", (root / "requirements/requirements-patch.txt").read_text(), re.MULTILINE)
+    code = [*(root / "tools/neox_patch").glob("*.py"), *(root / "tools/neox_patch/changes").glob("*.py")]
+    code += [root / "megatron" / name for name in ("__init__.py", "errors.py", "geometry.py")]
+    imported = set()
+    for node in (node for path in code for node in ast.walk(ast.parse(path.read_text()))):
+        if isinstance(node, ast.Import):
+            imported |= {name.name.split(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module.split(".")[0])
+    assert imported - sys.stdlib_module_names - {"tools", "megatron"} == set(named)

@@ -91,7 +91,7 @@ def _write(root: Path, options: argparse.Namespace, patch: Patch) -> int:
 def _plan(root: Path, patch: Patch, made: Optional[Record]) -> Plan:
     """What is to be done. Raises PatchError if it cannot be."""
     checkout.check_no_other_head_dim(root)
-    plan = make_plan(root, patch)
+    plan = make_plan(root, patch, progress=sys.stderr.isatty())
     obstacle = _record_in_the_way(root, plan, made)
     if obstacle:
         raise PatchError(obstacle)
@@ -114,7 +114,7 @@ def _check(root: Path, options: argparse.Namespace, patch: Patch) -> int:
     if writing.is_interrupted(made):
         return explain.verdict(NOT_DONE, explain.INTERRUPTED)
     checkout.check_no_other_head_dim(root)
-    plan = make_plan(root, patch)
+    plan = make_plan(root, patch, progress=sys.stderr.isatty())
     if plan.complete:
         return explain.verdict(DONE, "patched")
     obstacle = _record_in_the_way(root, plan, made)

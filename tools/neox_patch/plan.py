@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Dict, List, Optional
 
+from rich.console import Console
+from rich.progress import track
+
 from tools.neox_patch.change import Change, Features, Patch, TextChange
 from tools.neox_patch.source import AnchorNotFound, EditRefused, Source
 from tools.neox_patch.text import editable, in_style_of, lines_of, read_exact
@@ -35,8 +38,11 @@ class Plan:
         return "".join(_file_diff(path, self.before[path], self.after[path]) for path in sorted(self.after))
 
 
-def make_plan(root: Path, patch: Patch) -> Plan:
-    """Work out every change; those that cannot be made are listed in `missing`, all of them."""
+def make_plan(root: Path, patch: Patch, progress: bool = False) -> Plan:
+    """Work out every change; those that cannot be made are listed in `missing`, all of them.
+
+    progress: show a bar on standard error while files are read.
+    """
     plan, features = Plan(), Features(root)
     by_path: Dict[str, List] = {}
     for change in [*patch.changes, *patch.texts]:
@@ -44,8 +50,9 @@ def make_plan(root: Path, patch: Patch) -> Plan:
             plan.skipped.append((change.path, change.summary))
         else:
             by_path.setdefault(change.path, []).append(change)
-    for path, changes in by_path.items():
-        _plan_file(plan, features, path, changes)
+    console = Console(stderr=True)
+    for path in track(list(by_path), "Reading", console=console, transient=True, disable=not progress):
+        _plan_file(plan, features, path, by_path[path])
     for file in patch.files:
         if file.wanted is not None and not file.wanted(features):
             plan.skipped.append((file.path, file.summary))
