@@ -3,11 +3,11 @@
 From a throw-away script, with this project's root first on the path:
 
     from tests.neox_patch.checkouts import *
-    plain = checkout_at(repository(), "ea7aefd8", "/tmp/x/plain")  # files of one commit
-    new = patched(checkout_at(repository(), "ea7aefd8", "/tmp/x/new"))  # with whole_patch() applied
+    plain = checkout_at(repository(), "ea7aefd8", "tried/plain")  # files of one commit
+    new = patched(checkout_at(repository(), "ea7aefd8", "tried/new"))  # with whole_patch() applied
     ids = tokens(vocabulary=128)
     one = case("llama", dict(MODEL, num_kv_heads=2, head_dim=24), ids, do=["backward", "generate"])
-    ranks = run_cases(new, [one], tp=1, folder="/tmp/x/run")["llama"]   # one dict per rank
+    ranks = run_cases(new, [one], tp=1, folder="tried/run")["llama"]   # one dict per rank
     ranks[0]["logits"], ranks[0]["loss"], ranks[0]["grads"]["layer_02.attention.dense.weight"], ranks[0]["cached"]
 
 repository() is $GPT_NEOX_CHECKOUT: a clone or a bare repository. A case that fails gives {"error": class,
