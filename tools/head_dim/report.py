@@ -73,7 +73,7 @@ def _cache(args: NeoXArgs, batch: int) -> Dict[str, Any]:
 
 def _memory(args: NeoXArgs, device: Optional[Device]) -> Dict[str, Any]:
     estimate = costs.memory_per_rank(args)
-    result: Dict[str, Any] = {**asdict(estimate), "total": estimate.total, "layout": _layout(args)}
+    result: Dict[str, Any] = {**asdict(estimate), "layout": _layout(args)}
     if device is not None:
         result["device"] = device.name
         result["device_bytes"] = device.memory * 1e9
