@@ -1,9 +1,12 @@
 """Faults of other frameworks around head_dim, each as its kind: what is accepted, refused and counted."""
 
 import pytest
+import torch
 
 from megatron import costs
 from megatron.errors import ConfigError
+from megatron.model.attention.cache import KVCache
+from megatron.model.gpt2_model import build_model
 from megatron.neox_arguments import NeoXArgs
 from tests.helpers.configs import tiny_args
 from tests.helpers.geometries import ALL
@@ -36,6 +39,31 @@ def test_cache_bytes_follow_head_dim(name, true, by_quotient):
     args = of(name)
     assert costs.kv_cache_bytes_per_token(args) == true
     assert costs.kv_cache_bytes_per_token(args.update(head_dim=None, pos_emb="none")) == by_quotient  # 45 is odd
+
+
+@pytest.mark.parametrize("hidden, heads, kv_heads, width", [(1024, 16, 8, 128), (5120, 64, 8, 128), (64, 4, 2, 32)])
+def test_cached_tensors_have_head_dim(hidden, heads, kv_heads, width):
+    """Qwen3-0.6B, Qwen3-32B, and a small one whose quotient is half."""
+    args = tiny_args(**PLAIN, num_layers=1, hidden_size=hidden, num_attention_heads=heads, num_kv_heads=kv_heads,
+                     head_dim=width, ffn_hidden_size=8)  # fmt: skip
+    cache = KVCache(args, [0], batch_size=2, max_tokens=3)
+    given = torch.randn(2, 3, 2, kv_heads, width)
+    for kept, part in zip(cache[0].append(*given), given, strict=True):
+        assert torch.equal(kept, part)
+    assert cache.nbytes == costs.kv_cache_bytes(args, 2, 3) == given.nbytes
+
+
+@pytest.mark.parametrize("width", [5, 8, 13])
+def test_the_query_width_is_free(width):
+    """Below hidden_size, 1.6 times it as in Qwen3-4B, and far above: the layer has these widths and learns."""
+    args = tiny_args(hidden_size=80, num_attention_heads=16, num_kv_heads=4, head_dim=width, pos_emb="none")
+    model = build_model(args)
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    model((tokens, torch.arange(4)[None])).sum().backward()
+    layer = dict(model.local_layers())[2].attention
+    assert tuple(layer.query_key_value.weight.shape) == (24 * width, 80)
+    assert tuple(layer.dense.weight.shape) == (80, 16 * width)
+    assert layer.query_key_value.weight.grad.abs().sum() > 0
 
 
 def test_cache_bytes_bend_at_the_window():
