@@ -1,4 +1,4 @@
-"""Every fault in data/fault_cases.yml has a test, which exists and is not skipped, or a reason why it cannot be here."""
+"""Every fault in data/fault_cases.yml has tests, which exist and are not skipped, or a reason why it cannot be here."""
 
 import ast
 import functools
