@@ -60,7 +60,7 @@ HONOURED = frozenset(
     + """
     save load checkpoint_scale checkpoint_factor extra_save_iters no_save_optim no_save_rng no_load_optim no_load_rng
     finetune iteration train_iters train_epochs eval_iters eval_interval keep_last_n_checkpoints exit_interval
-    char_level_ppl seed
+    char_level_ppl seed compile
     """.split()
     # Logging.
     + """

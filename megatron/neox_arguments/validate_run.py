@@ -4,6 +4,7 @@ from typing import Any, Iterator
 
 _OPTIMIZERS = ("adam", "cpu_adam", "cpu_torch_adam", "sm3", "madgrad_wd", "sgd", "lion")
 _BACKENDS = ("nccl", "gloo", "mpi", "ccl", "hccl", "xccl", "ucc")
+_TE_LAYERS = ("te_mha", "te_fp8_mha", "te_layernorm_mlp", "te_columnparallel", "te_rowparallel")
 _GENERATION = ("unconditional", "input-file", "interactive", "precompute")
 
 
@@ -104,6 +105,12 @@ def _activation_checkpointing(settings: Any) -> Iterator[str]:
         yield "checkpoint_in_cpu=True moves partitioned activations, so it needs partition_activations=True"
 
 
+def _compile(settings: Any) -> Iterator[str]:
+    with_te = [name for name in _TE_LAYERS if getattr(settings, name)]
+    if settings.compile is True and with_te:
+        yield f"compile=True does not go with {with_te[0]}=True: Transformer Engine's layers are kernels already"
+
+
 def _generation(settings: Any) -> Iterator[str]:
     if settings.text_gen_type not in _GENERATION:
         yield f"text_gen_type={settings.text_gen_type!r} must be one of {', '.join(_GENERATION)}"
@@ -128,4 +135,4 @@ def _machinery(settings: Any) -> Iterator[str]:
         )
 
 
-CHECKS = (_optimizer, _schedule, _data, _saving, _activation_checkpointing, _generation, _machinery)
+CHECKS = (_optimizer, _schedule, _data, _saving, _activation_checkpointing, _compile, _generation, _machinery)
