@@ -1,0 +1,1 @@
+"""What attention heads do: figures of their scores, their circuits and their gradients, layer by layer."""
