@@ -5,7 +5,7 @@ L+2 back to [b, s, h], L+3 final norm, L+4 output layer (or the tied embedding a
 """
 
 from functools import partial
-from typing import Any, Callable, List, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -78,7 +78,7 @@ def _embedding_and_head(neox_args, last: int) -> Tuple[Any, Any]:
         embedding = _Spec(EmbeddingPipe, neox_args, init_method).in_scope(neox_args.seed, 0)
         return embedding, _Spec(ParallelLinearPipe, neox_args).in_scope(neox_args.seed, last)
     tied = partial(_TiedSpec, "embed", EmbeddingPipe, neox_args, init_method, tied_weight_attr=TIED_WEIGHT)
-    head = tied(forward_fn=TiedLogits(neox_args.sequence_parallel, softcap=neox_args.final_logit_softcap))
+    head = tied(forward_fn=TiedLogits(neox_args))
     # The last pipeline stage builds a copy of the embedding: with the first stage's scope it has the same weights.
     return tied().in_scope(neox_args.seed, 0), head.in_scope(neox_args.seed, 0)
 
@@ -100,23 +100,41 @@ def _checkpoint_interval(neox_args) -> int:
 
 
 class CausalGPT2ModelPipe(PipelineModule):
-    """GPT2ModelPipe: this rank's pipeline stage. Input (tokens [b, s], position_ids [b, s]), output logits [b, s, v/p].
+    """GPT2ModelPipe: this rank's pipeline stage. Input (tokens [b, s], position_ids [b, s]), output what loss_fn takes:
+    logits [b, s, v/p], or with fused_loss_chunk the hidden states [b, s, h] in front of the output layer, which is
+    then part of loss_fn. local_layers has the output layer in either case.
 
     topology: DeepSpeed's, by default the one mpu was initialised with.
     """
 
     def __init__(self, neox_args, topology=None, parallel_output: bool = True):
+        fused = neox_args.fused_loss_chunk is not None
         super().__init__(
             layers=layer_specs(neox_args),
-            loss_fn=cross_entropy(neox_args),
+            loss_fn=self._loss_of_hidden if fused else cross_entropy(neox_args),
             topology=topology or mpu.get_topology(),
             partition_method=neox_args.pipe_partition_method,
             activation_checkpoint_interval=_checkpoint_interval(neox_args),
             checkpointable_layers=[ParallelTransformerLayerPipe.__name__],
         )
+        self._head_in_loss = fused and self._local_stop == self._num_layers
         _to_params_dtype(self, neox_args)
         self._precompute_checkpointable_values()  # else forward() without an engine would run no layer at all
         self.set_parallel_output(parallel_output)
+
+    def forward(self, inputs: Any) -> torch.Tensor:
+        """See the class."""
+        if not self._head_in_loss:
+            return super().forward(inputs)
+        head = self.forward_funcs[-1]
+        self.forward_funcs[-1] = _unchanged
+        try:
+            return super().forward(inputs)
+        finally:
+            self.forward_funcs[-1] = head
+
+    def _loss_of_hidden(self, hidden: torch.Tensor, targets: mpu.Targets) -> torch.Tensor:
+        return self.forward_funcs[-1](hidden, targets)
 
     def local_layers(self) -> Layers:
         """(global index, callable) of each layer of this stage, in order."""
@@ -125,6 +143,10 @@ class CausalGPT2ModelPipe(PipelineModule):
     def set_parallel_output(self, parallel_output: bool) -> None:
         """Whether the logits stay split over the vocabulary; without effect on stages without the output layer."""
         _set_parallel_output(self.local_layers(), parallel_output)
+
+
+def _unchanged(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden
 
 
 GPT2ModelPipe = CausalGPT2ModelPipe
@@ -139,8 +161,8 @@ class _Function(nn.Module):
         super().__init__()
         self.function = function
 
-    def forward(self, inputs):
-        return self.function(inputs)
+    def forward(self, *inputs):
+        return self.function(*inputs)
 
 
 class GPT2ModelSequential(nn.Module):
@@ -152,6 +174,7 @@ class GPT2ModelSequential(nn.Module):
         self.to(mpu.current_device())
         _to_params_dtype(self, neox_args)
         self.checkpoint_interval = _checkpoint_interval(neox_args)
+        self.loss_function = cross_entropy(neox_args) if neox_args.fused_loss_chunk is None else None
         self.set_parallel_output(parallel_output)
 
     def local_layers(self) -> Layers:
@@ -162,20 +185,24 @@ class GPT2ModelSequential(nn.Module):
         """Whether the logits stay split over the vocabulary."""
         _set_parallel_output(self.local_layers(), parallel_output)
 
-    def forward(self, inputs: Tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """inputs (tokens [b, s], position_ids [b, s]) -> logits [b, s, v/p]."""
+    def forward(self, inputs: Tuple[torch.Tensor, torch.Tensor], targets: Optional[mpu.Targets] = None) -> torch.Tensor:
+        """inputs (tokens [b, s], position_ids [b, s]) -> logits [b, s, v/p], or with targets (labels [b, s], loss_mask
+        [b, s]) the loss: see cross_entropy."""
         hidden = inputs
         for layers, checkpointed in self._segments():
             run = nn.Sequential(*layers)
             hidden = mpu.checkpoint(run, hidden) if checkpointed else run(hidden)
-        return hidden
+        head = self.sequential[-1]
+        if targets is None:
+            return head(hidden)
+        return head(hidden, targets) if self.loss_function is None else self.loss_function(head(hidden), targets)
 
     def _segments(self) -> List[Tuple[List[nn.Module], bool]]:
-        """The layers, the transformer layers among them in the groups that are checkpointed as one."""
+        """The layers but the last, the transformer layers among them in the groups that are checkpointed as one."""
+        layers = list(self.sequential)[:-1]
         if not self.checkpoint_interval or not torch.is_grad_enabled():
-            return [(list(self.sequential), False)]
-        layers = list(self.sequential)
-        stop = len(layers) - 3
+            return [(layers, False)]
+        stop = len(layers) - 2
         groups = [
             (layers[start : min(start + self.checkpoint_interval, stop)], True)
             for start in range(FIRST_TRANSFORMER_LAYER, stop, self.checkpoint_interval)
@@ -226,9 +253,9 @@ def cross_entropy(neox_args) -> Callable:
     return partial(masked_cross_entropy, in_half=neox_args.fp16_lm_cross_entropy)
 
 
-def masked_cross_entropy(logits: torch.Tensor, targets: Tuple[torch.Tensor, torch.Tensor], in_half: bool = False):
+def masked_cross_entropy(logits: torch.Tensor, targets: mpu.Targets, in_half: bool = False) -> torch.Tensor:
     """See cross_entropy. 0 when every token is masked."""
     labels, loss_mask = targets
     losses = mpu.vocab_parallel_cross_entropy(logits, labels, in_half)  # [b, s]
     weights = loss_mask.float()
-    return (losses * weights).sum() / weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
+    return mpu.mean_over_tokens((losses * weights).sum(), weights)

@@ -159,15 +159,25 @@ def soft_cap(logits: torch.Tensor, cap: Optional[float]) -> torch.Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
+def fused_loss(neox_args) -> Optional[mpu.FusedLinearCrossEntropy]:
+    """The loss that the output layer computes itself with fused_loss_chunk, chunk by chunk; None without."""
+    if neox_args.fused_loss_chunk is None:
+        return None
+    return mpu.FusedLinearCrossEntropy(neox_args.fused_loss_chunk, neox_args.final_logit_softcap)
+
+
 class ParallelLinearPipe(nn.Module):
     """The output layer with weights of its own: [b, s, h] -> logits [b, s, v/p], or [b, s, v] when gathered.
 
     final_logit_softcap acts on the logits of either kind, so the loss and generation see the same.
+    With fused_loss_chunk and targets it gives the loss: see fused_loss.
     """
 
     def __init__(self, neox_args, init_method=None, parallel_output: bool = True):
         super().__init__()
-        self.final_linear = column_parallel(neox_args)(
+        loss = fused_loss(neox_args)
+        linear = column_parallel(neox_args) if loss is None else partial(mpu.FusedLossLinear, loss=loss)
+        self.final_linear = linear(
             neox_args,
             neox_args.hidden_size,
             neox_args.padded_vocab_size,
@@ -183,7 +193,9 @@ class ParallelLinearPipe(nn.Module):
         """Whether the logits stay split over the vocabulary (training) or are gathered (generation)."""
         self.final_linear.set_parallel_output(parallel_output)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, targets: Optional[mpu.Targets] = None) -> torch.Tensor:
+        if targets is not None:
+            return self.final_linear(hidden_states, targets)[0]
         logits, _ = self.final_linear(hidden_states)
         return soft_cap(logits, self.softcap)
 
@@ -192,22 +204,27 @@ class TiedLogits:
     """The output layer that shares the word embedding's weight: (embedding, hidden [b, s, h]) -> logits [b, s, v/p].
 
     A plain callable: its weight belongs to the embedding, in the state dict too. embedding_multiplier is no part of
-    that weight, so it does not act here; final_logit_softcap does.
+    that weight, so it does not act here; final_logit_softcap does. With fused_loss_chunk and targets it gives the loss.
     """
 
-    def __init__(self, sequence_parallel: bool, parallel_output: bool = True, softcap: Optional[float] = None):
-        self.sequence_parallel = sequence_parallel
-        self.softcap = softcap
+    def __init__(self, neox_args, parallel_output: bool = True):
+        self.sequence_parallel = neox_args.sequence_parallel
+        self.softcap = neox_args.final_logit_softcap
+        self.loss = fused_loss(neox_args)
         self.parallel_output = parallel_output
 
     def set_parallel_output(self, parallel_output: bool) -> None:
         """As ParallelLinearPipe.set_parallel_output."""
         self.parallel_output = parallel_output
 
-    def __call__(self, embedding: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, embedding: nn.Module, hidden_states: torch.Tensor, targets: Optional[mpu.Targets] = None
+    ) -> torch.Tensor:
         if self.sequence_parallel:
             hidden_states = mpu.gather_from_sequence_parallel_region(hidden_states, seq_dim=1)
         else:
             hidden_states = mpu.copy_to_model_parallel_region(hidden_states)
+        if targets is not None:
+            return self.loss(hidden_states, embedding.word_embeddings_weight, None, targets)
         logits = soft_cap(F.linear(hidden_states, embedding.word_embeddings_weight), self.softcap)
         return logits if self.parallel_output else mpu.gather_from_model_parallel_region(logits)

@@ -4,6 +4,12 @@ The package itself is also what DeepSpeed takes as `mpu`.
 """
 
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
+from megatron.mpu.fused_linear_cross_entropy import (
+    FusedLinearCrossEntropy,
+    FusedLossLinear,
+    Targets,
+    mean_over_tokens,
+)
 from megatron.mpu.groups import (
     destroy_model_parallel,
     get_data_parallel_group,
@@ -38,7 +44,10 @@ from megatron.mpu.utils import current_device, divide, shard, share_sizes, unsha
 
 __all__ = [
     "ColumnParallelLinear",
+    "FusedLinearCrossEntropy",
+    "FusedLossLinear",
     "RowParallelLinear",
+    "Targets",
     "VocabParallelEmbedding",
     "checkpoint",
     "copy_to_model_parallel_region",
@@ -64,6 +73,7 @@ __all__ = [
     "get_topology",
     "initialize_model_parallel",
     "mark_model_parallel",
+    "mean_over_tokens",
     "model_parallel_cuda_manual_seed",
     "model_parallel_is_initialized",
     "next_generator",

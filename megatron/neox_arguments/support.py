@@ -38,7 +38,7 @@ HONOURED = frozenset(
     output_layer_init_method gpt_j_residual gpt_j_tied use_bias_in_attn_linear use_bias_in_mlp
     output_layer_parallelism attention_dropout hidden_dropout
     qk_norm_type layer_types no_rope_layers rope_scaling attn_logit_softcap final_logit_softcap zero_centered_gamma
-    norm_placement embedding_multiplier add_qkv_bias use_bias_in_output_layer te_mha te_columnparallel
+    fused_loss_chunk norm_placement embedding_multiplier add_qkv_bias use_bias_in_output_layer te_mha te_columnparallel
     te_rowparallel te_layernorm_mlp te_fp8_format
     te_fp8_wgrad te_fp8_amax_history_len te_fp8_amax_compute_algo te_fp8_margin te_fp8_mha
     """.split()

@@ -208,6 +208,20 @@ def _blocks(settings: Any) -> Iterator[str]:
         yield f"fp16_lm_cross_entropy=True needs precision=fp16, not {settings.precision}"
 
 
+def _fused_loss(settings: Any) -> Iterator[str]:
+    chunk = settings.fused_loss_chunk
+    if chunk is not None and settings.fp16_lm_cross_entropy:
+        yield (
+            f"fused_loss_chunk={chunk} takes the softmax in fp32, and fp16_lm_cross_entropy=True asks for one in fp16; "
+            "remove one of the two"
+        )
+    if chunk is not None and settings.te_columnparallel:
+        yield (
+            f"fused_loss_chunk={chunk} computes the output layer itself, which te_columnparallel=True leaves to "
+            "Transformer Engine; remove one of the two"
+        )
+
+
 def _qk_norm(settings: Any) -> Iterator[str]:
     if settings.use_qk_layernorm and settings.qk_norm_type not in (None, "joint"):
         yield (
@@ -232,5 +246,6 @@ CHECKS = (
     _rotary,
     _positions,
     _blocks,
+    _fused_loss,
     _qk_norm,
 )

@@ -25,7 +25,7 @@ def setup_model_and_optimizer(neox_args):
     """Build the DeepSpeed engine, load `neox_args.load` into it, and set neox_args.iteration. Called on every rank.
 
     The engine is a PipelineEngine for pipe_parallel_size >= 1, else a DeepSpeedEngine. Besides DeepSpeed's attributes
-    it has `neox_loss`, the loss function, and `neox_grad_norm`, a GradientNorm or None where DeepSpeed clips.
+    it has `neox_loss`, the loss function of logits, and `neox_grad_norm`, a GradientNorm or None where DeepSpeed clips.
 
     Raises BackendError for a combination that DeepSpeed refuses on this machine, CheckpointError, ConfigError.
     """

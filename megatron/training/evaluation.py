@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron import mpu
-from megatron.training.batch import get_batch
-from megatron.training.step import mean_over_replicas
+from megatron.training.step import mean_over_replicas, micro_batch_loss
 
 
 def evaluate(neox_args, engine, data_iterator: Iterator) -> Dict[str, float]:
@@ -38,8 +37,7 @@ def _one_batch(neox_args, engine, data_iterator: Iterator) -> float:
     losses = []
     with torch.no_grad():
         for _ in range(neox_args.gradient_accumulation_steps):
-            inputs, targets = get_batch(neox_args, next(data_iterator))
-            losses.append(engine.neox_loss(engine(inputs), targets))
+            losses.append(micro_batch_loss(neox_args, engine, next(data_iterator)))
     return float(mean_over_replicas(torch.stack(losses).mean()))
 
 

@@ -35,12 +35,19 @@ def train_step(neox_args, engine, data_iterator: Iterator) -> Dict[str, Any]:
 def _accumulate(neox_args, engine, data_iterator: Iterator) -> torch.Tensor:
     losses = []
     for _ in range(neox_args.gradient_accumulation_steps):
-        inputs, targets = get_batch(neox_args, next(data_iterator))
-        loss = engine.neox_loss(engine(inputs), targets)
+        loss = micro_batch_loss(neox_args, engine, next(data_iterator))
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach())
     return mean_over_replicas(torch.stack(losses).mean())
+
+
+def micro_batch_loss(neox_args, engine, data: Dict[str, torch.Tensor]) -> torch.Tensor:
+    """The loss of one micro batch of an engine without pipeline. With fused_loss_chunk the model computes it."""
+    inputs, targets = get_batch(neox_args, data)
+    if neox_args.fused_loss_chunk is not None:
+        return engine(inputs, targets)
+    return engine.neox_loss(engine(inputs), targets)
 
 
 def mean_over_replicas(value: torch.Tensor) -> torch.Tensor:

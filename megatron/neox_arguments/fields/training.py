@@ -153,6 +153,12 @@ class NeoXArgsTraining:
     reinforce_leave_one_out: bool = False
     """Subtract the mean reward of a prompt's other answers. Refused unless default: reinforce is not built."""
 
+    fused_loss_chunk: Optional[int] = None
+    """Compute output layer and loss together, for this many tokens at a time, so that the logits of a whole micro batch
+    never exist; 512 is a good size. Null: the logits of all tokens first, then the loss. Losses and gradients are equal
+    but for rounding. Generation and evaluation tasks are not affected. Not with `fp16_lm_cross_entropy` or
+    `te_columnparallel`."""
+
     allow_chopped: bool = True
     """Use documents longer than a sample, cut at its end, when `pack_impl` keeps documents whole; false leaves them
     out. packed cuts documents in any case."""
