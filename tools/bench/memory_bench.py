@@ -1,120 +1,121 @@
-"""Memory of a training step as the system sees it, beside what megatron.costs estimates.
+"""Resident memory of a training step: beside transformers', and beside what megatron.costs estimates.
 
-    python -m tools.bench.memory_bench [--sizes small middle large] [--precision fp32 bfloat16] [--checkpointed]
+    python -m tools.bench.memory_bench [--parts peers estimate] [--precision bfloat16 fp32] [--out DIR]
 
-Each run is a process of its own, on one CPU thread. It reads its resident memory when everything is imported and set
-up, builds the model, makes three steps and reads the peak. The difference also has what the allocator and the code that
-runs first take, some tens of MB, so small models look worse than they are.
+peers: the step of train_bench, every line in a process of its own. The peak is that of one step, imports and states
+included; "over rest" is what the step takes beyond what is held between steps. In bf16 ours holds fp32 master weights
+and fp32 Adam states, transformers' only bf16 ones.
+estimate: at three sizes, what is resident at most beyond what was before the model was built, in a process which gives
+freed memory back at once. That also has what the code that runs first takes, some tens of MB.
 """
 
-import argparse
-import json
-import os
-import subprocess
 import sys
-import tempfile
-from typing import Any, Dict, Optional, Sequence
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
-from rich.console import Console
-from rich.table import Table
+from tools.bench import report
+from tools.bench.shapes import FAST, settings
+from tools.bench.workers import RETURNING_MALLOC, TUNED_MALLOC, Worker, interleaved, median
 
-COMMON: Dict[str, Any] = dict(
-    pos_emb="rotary", norm="rmsnorm", activation="swiglu", no_weight_tying=True, use_bias_in_attn_linear=False,
-    use_bias_in_mlp=False, hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True,
-    distributed_backend="gloo", train_iters=3, optimizer={"type": "adam", "params": {"lr": 1e-4}}, global_num_gpus=1,
-    zero_optimization={"stage": 0},
-)  # fmt: skip
 SIZES: Dict[str, Dict[str, Any]] = {
     "small": dict(
         num_layers=6, hidden_size=384, num_attention_heads=6, num_kv_heads=2, head_dim=96, seq_length=512,
-        max_position_embeddings=512, padded_vocab_size=8192, train_micro_batch_size_per_gpu=4,
+        ffn_hidden_size=1024, padded_vocab_size=8192, train_micro_batch_size_per_gpu=4,
     ),
     "middle": dict(
         num_layers=8, hidden_size=512, num_attention_heads=8, num_kv_heads=4, head_dim=128, seq_length=1024,
-        max_position_embeddings=1024, padded_vocab_size=16384, train_micro_batch_size_per_gpu=2,
+        ffn_hidden_size=1536, padded_vocab_size=16384, train_micro_batch_size_per_gpu=2,
     ),
     "large": dict(
         num_layers=10, hidden_size=1024, num_attention_heads=8, num_kv_heads=8, head_dim=64, seq_length=512,
-        max_position_embeddings=512, padded_vocab_size=16384, train_micro_batch_size_per_gpu=2,
+        ffn_hidden_size=2816, padded_vocab_size=16384, train_micro_batch_size_per_gpu=2,
     ),
 }  # fmt: skip
 """The head_dim times heads is more than hidden_size, much more, and half of it."""
 
-_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-# Freed memory goes back to the system at once, as it does to torch's allocator on a GPU.
-_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
+
+class Line(NamedTuple):
+    """A step of the peers' part."""
+
+    target: str
+    overrides: Dict[str, Any]
+    environment: Optional[Dict[str, str]] = None
+
+
+PEER, OURS = "transformers", "ours, compiled"
+CHECKPOINTED = {**FAST, "checkpoint_activations": True}
+LINES: Dict[str, Line] = {
+    PEER: Line("tools.bench.peers:training", {}),
+    "ours": Line("tools.bench.ours:training", {}),
+    OURS: Line("tools.bench.ours:training", FAST),
+    "ours, compiled, tuned malloc": Line("tools.bench.ours:training", FAST, TUNED_MALLOC),
+    "ours, compiled, checkpointed": Line("tools.bench.ours:training", CHECKPOINTED),
+}
+WANTED = 0.55
+ALLOWED = 0.1
+"""Of the measured peak, by which an estimate may be off."""
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
-    """Run the benchmark; returns 1 if an estimate is off by more than a tenth."""
-    options = parse(arguments)
-    if options.run is not None:
-        print(json.dumps(run(json.loads(options.run))))
-        return 0
-    table = Table("size", "precision", "estimate, MB", "measured, MB", "ratio", title="Peak of a training step")
-    ratios = []
-    for size in options.sizes:
-        for precision in options.precision:
-            settings = {**COMMON, **SIZES[size], "precision": precision}
-            settings["checkpoint_activations"] = options.checkpointed
-            found = measured(settings)
-            ratios.append(found["estimate"] / found["peak"])
-            amounts = (f"{found[key] / 1e6:.0f}" for key in ("estimate", "peak"))
-            table.add_row(size, precision, *amounts, f"{ratios[-1]:.3f}")
-    Console().print(table)
-    return 0 if all(0.9 <= ratio <= 1.1 for ratio in ratios) else 1
+    """Run the benchmark."""
+    parser = report.parser(__doc__, "memory")
+    parser.add_argument("--parts", nargs="+", choices=("peers", "estimate"), default=["peers", "estimate"])
+    parser.add_argument("--precision", nargs="+", choices=("bfloat16", "fp32"), default=["bfloat16", "fp32"])
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args(arguments)
+    rows: List[report.Row] = []
+    targets: List[report.Target] = []
+    for precision in options.precision if "peers" in options.parts else ():
+        found = {name: peaks(name, precision, options.repeats) for name in LINES}
+        rows += [row(precision, name, found) for name in found]
+        goal = f"{precision}: peak memory of the step / transformers'"
+        targets.append(report.Target(goal, WANTED, found[OURS]["peak"] / found[PEER]["peak"]))
+    if "estimate" in options.parts:
+        estimates = [estimate(size, precision) for size in SIZES for precision in options.precision]
+        rows += estimates
+        worst = max(abs(each["estimate / measured"] - 1) for each in estimates)
+        targets.append(report.Target("estimated memory of a step off by at most", ALLOWED, worst))
+    picture = report.bars("peak, MiB", "peak resident memory, MiB")
+    report.report(options.out, "memory", "memory of a training step", rows, targets=targets, picture=picture)
+    return 0
 
 
-def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--precision", nargs="+", choices=("fp32", "bfloat16"), default=["fp32", "bfloat16"])
-    parser.add_argument("--checkpointed", action="store_true", help="with checkpoint_activations")
-    parser.add_argument("--run", help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+def peaks(name: str, precision: str, repeats: int) -> Dict[str, float]:
+    """Bytes of a line: `peak` and what is held at `rest`."""
+    line = LINES[name]
+    given = settings(**{**line.overrides, "precision": precision})
+    with Worker(line.target, given, line.environment) as worker:
+        figures = interleaved({name: worker}, repeats, warmup=2)[name]
+    return dict(peak=median(figures, "peak_rss"), rest=median(figures, "rss_before"))
 
 
-def measured(settings: Dict[str, Any]) -> Dict[str, int]:
-    """The run of one model in a fresh process. Raises CalledProcessError if it fails."""
-    command = [sys.executable, "-m", "tools.bench.memory_bench", "--run", json.dumps(settings)]
-    result = subprocess.run(
-        command, cwd=_ROOT, env={**os.environ, **_ENVIRONMENT}, stdout=subprocess.PIPE, text=True, check=True
-    )
-    return json.loads(result.stdout.splitlines()[-1])
+def row(precision: str, name: str, found: Dict[str, Dict[str, float]]) -> report.Row:
+    """A line of the peers' part."""
+    peak, rest = found[name]["peak"], found[name]["rest"]
+    return {
+        "line": f"{precision}: {name}",
+        "peak, MiB": peak / 2**20,
+        "x transformers": peak / found[PEER]["peak"],
+        "over rest, MiB": (peak - rest) / 2**20,
+        "over rest x transformers": (peak - rest) / (found[PEER]["peak"] - found[PEER]["rest"]),
+    }
 
 
-def run(settings: Dict[str, Any]) -> Dict[str, int]:
-    """Three steps in this process: bytes estimated, and resident at most beyond those at the start."""
-    import torch
-    import torch.distributed as dist
-
+def estimate(size: str, precision: str) -> report.Row:
+    """A line of the estimates' part."""
     from megatron import costs
-    from megatron.initialize import initialize_megatron
     from megatron.neox_arguments import NeoXArgs
-    from megatron.training import setup_model_and_optimizer, train_step
 
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        args = NeoXArgs.from_dict(settings)
-        initialize_megatron(args)
-        start = _status("VmRSS")
-        engine = setup_model_and_optimizer(args)
-        engine.train()
-        for _ in range(3):
-            shape = (args.train_micro_batch_size_per_gpu, args.seq_length + 1)
-            train_step(args, engine, iter([{"text": torch.randint(0, args.padded_vocab_size, shape)}]))
-        peak = _status("VmHWM") - start
-        dist.destroy_process_group()
-    return {"estimate": costs.memory_per_rank(args, device="cpu").total, "peak": peak}
-
-
-def _status(name: str) -> int:
-    """Bytes in a field of /proc/self/status."""
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(f"{name}:"))
+    given = settings(SIZES[size], max_position_embeddings=1024, precision=precision)
+    expected = costs.memory_per_rank(NeoXArgs.from_dict(given), device="cpu").total
+    with Worker("tools.bench.ours:training", given, RETURNING_MALLOC) as worker:
+        figures = [worker.step() for _ in range(3)]
+    peak = max(each["peak_rss"] - each["rss_at_start"] for each in figures)
+    return {
+        "line": f"{precision}: {size}",
+        "peak, MiB": peak / 2**20,
+        "estimate, MiB": expected / 2**20,
+        "estimate / measured": expected / peak,
+    }
 
 
 if __name__ == "__main__":

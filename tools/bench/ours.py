@@ -1,43 +1,80 @@
 """Our training as workers: the engine and the loop's own step, as `pretrain` runs them."""
 
 import os
-from typing import Any, Callable, Dict
+from typing import Any, Callable, Dict, Tuple
 
 import torch
 import torch.distributed as dist
 
+from tools.bench.workers import memory
+
 
 def training(settings: Dict[str, Any]) -> Callable[[], Dict[str, float]]:
-    """A worker: `train_step` of the engine that `setup_model_and_optimizer` builds from these arguments."""
+    """A worker: `train_step` of the engine that `setup_model_and_optimizer` builds from these arguments. Also says
+    what was resident before there was a model."""
     from megatron.training import setup_model_and_optimizer, train_step
 
     args = _arguments(settings)
+    start = memory("VmRSS")
     engine = setup_model_and_optimizer(args)
     engine.train()
     data = {"text": _text(args)}
 
     def step() -> Dict[str, float]:
-        return {"loss": train_step(args, engine, iter([data] * args.gradient_accumulation_steps))["loss"]}
+        loss = train_step(args, engine, iter([data] * args.gradient_accumulation_steps))["loss"]
+        return {"loss": loss, "rss_at_start": start}
 
     return step
 
 
 def forward_backward(settings: Dict[str, Any]) -> Callable[[], Dict[str, float]]:
     """A worker: forward and backward of the model without DeepSpeed, gradients dropped."""
+    model, loss_of = _model(settings)
+
+    def step() -> Dict[str, float]:
+        loss = loss_of()
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+        return {"loss": loss.item()}
+
+    return step
+
+
+def without_engine(settings: Dict[str, Any]) -> Callable[[], Dict[str, float]]:
+    """A worker: a step of the same model by hand, with no DeepSpeed and no loop: forward, backward, the gradient's norm
+    and clipping, torch's fused AdamW on fp32 weights, which are copied into the model's where those are narrower."""
+    model, loss_of = _model(settings)
+    parameters = list(model.parameters())
+    narrow = parameters[0].dtype != torch.float32
+    masters = [p.detach().float().requires_grad_() for p in parameters] if narrow else parameters
+    optimizer = torch.optim.AdamW(masters, lr=settings["optimizer"]["params"]["lr"], fused=True)
+
+    def step() -> Dict[str, float]:
+        loss = loss_of()
+        loss.backward()
+        if narrow:
+            for master, parameter in zip(masters, parameters, strict=True):
+                master.grad, parameter.grad = parameter.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if narrow:
+            with torch.no_grad():
+                torch._foreach_copy_(parameters, masters)
+        return {"loss": loss.item()}
+
+    return step
+
+
+def _model(settings: Dict[str, Any]) -> Tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+    """The model without DeepSpeed, and a function that computes its loss on one batch."""
     from megatron.model.gpt2_model import build_model, cross_entropy
     from megatron.training.batch import get_batch
 
     args = _arguments({**settings, "pipe_parallel_size": 0})
     model, loss_function = build_model(args).train(), cross_entropy(args)
     inputs, targets = get_batch(args, {"text": _text(args)})
-
-    def step() -> Dict[str, float]:
-        loss = loss_function(model(inputs), targets)
-        loss.backward()
-        model.zero_grad(set_to_none=True)
-        return {"loss": loss.item()}
-
-    return step
+    return model, lambda: loss_function(model(inputs), targets)
 
 
 def _arguments(settings: Dict[str, Any]):

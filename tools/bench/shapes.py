@@ -22,6 +22,9 @@ TRAINING: Dict[str, Any] = dict(
 )  # fmt: skip
 """How they are trained: batch 4, Adam, no ZeRO."""
 
+FAST: Dict[str, Any] = dict(compile=True)
+"""The settings that make our steps fast."""
+
 
 def settings(shape: Dict[str, Any] = QWEN3_65M, **overrides: Any) -> Dict[str, Any]:
     """Arguments for NeoXArgs.from_dict: a shape in Qwen3's style, trained on one CPU."""

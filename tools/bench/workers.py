@@ -21,6 +21,9 @@ Figures = Dict[str, Any]
 TUNED_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(2 << 30)}
 """An environment in which glibc keeps freed memory for the next step."""
 
+RETURNING_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
+"""An environment in which it gives it back to the system at once, so that resident memory is what is held."""
+
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _ERROR_LINES = 30
 
@@ -55,6 +58,14 @@ class Worker:
         """Do the work once. Raises WorkerError if it fails."""
         return self._ask("step")
 
+    def begin(self) -> None:
+        """Start a step and do not wait: for workers that work together. Then call `result`."""
+        self._send("step")
+
+    def result(self) -> Figures:
+        """What the step begun took. Raises WorkerError if it failed."""
+        return self._receive()
+
     def close(self) -> None:
         """End the process; it has nothing to lose."""
         self._process.kill()
@@ -72,12 +83,18 @@ class Worker:
         self.close()
 
     def _ask(self, message: Any) -> Figures:
+        self._send(message)
+        return self._receive()
+
+    def _send(self, message: Any) -> None:
         try:
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
-            answer = self._process.stdout.readline()
         except BrokenPipeError:
-            answer = ""
+            pass  # it has ended, which `_receive` reports
+
+    def _receive(self) -> Figures:
+        answer = self._process.stdout.readline()
         if not answer:
             self._output.seek(0)
             end = "".join(self._output.readlines()[-_ERROR_LINES:])
