@@ -18,4 +18,4 @@ def main(input_args=None, overwrite_values=None):
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, computes=True)

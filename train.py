@@ -14,4 +14,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, computes=True)

@@ -15,13 +15,17 @@ _WAIT_FOR_RANK_0 = 5.0
 """Seconds. DeepSpeed's launcher looks for failed processes every second and ends the others."""
 
 
-def run_main(main: Callable[[], Any]) -> None:
+def run_main(main: Callable[[], Any], computes: bool = False) -> None:
     """Call main(); turn NeoXError into one line on stderr and exit code 1.
+
+    A program that `computes` takes and frees the same memory at every step: see allocator.py.
 
     Where several processes run, all of them usually meet the same error: rank 0 prints it, the others wait to be
     ended by the launcher. One that is still alive after that met an error of its own, and prints it.
     """
     try:
+        if computes:
+            _keep_large_blocks()
         main()
         _close_process_groups()
     except NeoXError as error:
@@ -38,6 +42,12 @@ def run_main(main: Callable[[], Any]) -> None:
         sys.exit(128 + signal.SIGPIPE)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+
+
+def _keep_large_blocks() -> None:
+    from megatron.allocator import keep_large_blocks
+
+    keep_large_blocks()
 
 
 def _close_process_groups() -> None:

@@ -1,6 +1,8 @@
 """How many processes a launch will start."""
 
+import ctypes
 import os
+import sys
 import warnings
 from typing import Any, Dict, Mapping, Optional
 
@@ -60,11 +62,22 @@ def count_processes(values: Mapping[str, Any]) -> Optional[int]:
 
 def count_gpus() -> int:
     """CUDA devices that this process may use; 0 when DS_ACCELERATOR asks for the CPU."""
-    if os.environ.get("DS_ACCELERATOR") == "cpu":
+    if os.environ.get("DS_ACCELERATOR") == "cpu" or not _has_gpu_driver():
         return 0
     import torch
 
     return torch.cuda.device_count()
+
+
+def _has_gpu_driver() -> bool:
+    """False where torch cannot find a GPU; asking this takes no import of torch, which takes seconds."""
+    if not sys.platform.startswith("linux") or os.path.exists("/dev/kfd"):  # kfd: AMD's driver
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")  # NVIDIA's driver; CUDA's own libraries load it by this name
+    except OSError:
+        return False
+    return True
 
 
 def _checked(values: Mapping[str, Any]) -> Optional[Dict[str, Any]]:

@@ -4,7 +4,7 @@ import os
 import time
 from typing import Any, Dict, Iterator, Optional
 
-from megatron import costs, mpu
+from megatron import allocator, costs, mpu
 from megatron.checkpointing import save_checkpoint
 from megatron.data import build_train_valid_test_data_iterators
 from megatron.data.data_utils import set_train_iters
@@ -56,6 +56,8 @@ def _announce(neox_args) -> None:
         f"building the model on {neox_args.world_size} process(es), {layout}, {mpu.current_device().type}, "
         f"{neox_args.precision}, ZeRO {neox_args.zero_stage}, {neox_args.optimizer_type}"
     )
+    if allocator.note():
+        print_rank_0(allocator.note())
 
 
 class _Run:
