@@ -1,8 +1,9 @@
 """A training step beside transformers' and beside the time of its bare matrix products, in one run.
 
-    python -m tools.bench.train_bench [--precision bfloat16 fp32] [--only WORD ...] [--repeats N] [--out DIR]
+    python -m tools.bench.train_bench [--precision bfloat16 fp32] [--groups step ...] [--repeats N] [--out DIR]
 
-Every line is a process of its own; they make their steps in turn. Ratios are medians over the rounds of two neighbours.
+Every line is a process of its own; those of a group make their steps in turn. Ratios are medians over the rounds, and go
+by way of the matrix products, which every group has, where two lines are not of one group.
 Ours goes through the engine and `train_step`: fp32 master weights and Adam states in bf16 too, gradients clipped.
 transformers' is what its users write: weights and Adam states in the precision of the run, nothing clipped. With tuned
 malloc, glibc keeps freed memory for the next step, which our entry points ask for. "by hand" is our model without
@@ -27,22 +28,36 @@ class Line(NamedTuple):
     whole: bool = True
 
 
+Steps = Dict[str, List[Figures]]
+"""Line -> its steps in the order of the rounds."""
+
 LIMIT, PEER, PEER_TUNED, PEER_PART = "matrix products", "transformers", "transformers, tuned", "transformers, fwd+bwd"
 FASTEST, EAGER, BY_HAND, PART = "ours, compiled", "ours", "ours, compiled, by hand", "ours, compiled, fwd+bwd"
+PIPELINE, EAGER_PART = "ours, compiled, pipeline engine", "ours, fwd+bwd"
+EAGER_UNTUNED, LIMIT_UNTUNED = "ours, untuned", "matrix products, untuned"
 LINES: Dict[str, Line] = {
     LIMIT: Line("tools.bench.limits:matrix_products", {}, whole=False),
     PEER_PART: Line("tools.bench.peers:forward_backward", {}, whole=False),
     PART: Line("tools.bench.ours:forward_backward", FAST, whole=False),
-    "ours, fwd+bwd": Line("tools.bench.ours:forward_backward", {}, whole=False),
+    EAGER_PART: Line("tools.bench.ours:forward_backward", {}, whole=False),
     PEER: Line("tools.bench.peers:training", {}, tuned=False),
     PEER_TUNED: Line("tools.bench.peers:training", {}),
     FASTEST: Line("tools.bench.ours:training", FAST),
     BY_HAND: Line("tools.bench.ours:without_engine", FAST),
-    "ours, compiled, pipeline engine": Line("tools.bench.ours:training", {**FAST, "pipe_parallel_size": 1}),
+    PIPELINE: Line("tools.bench.ours:training", {**FAST, "pipe_parallel_size": 1}),
     EAGER: Line("tools.bench.ours:training", {}),
-    "ours, untuned": Line("tools.bench.ours:training", {}, tuned=False),
-    "matrix products, untuned": Line("tools.bench.limits:matrix_products", {}, tuned=False, whole=False),
+    EAGER_UNTUNED: Line("tools.bench.ours:training", {}, tuned=False),
+    LIMIT_UNTUNED: Line("tools.bench.limits:matrix_products", {}, tuned=False, whole=False),
 }
+GROUPS = {
+    "step": (LIMIT, PEER, PEER_TUNED, FASTEST),
+    "parts": (LIMIT, PEER_PART, PART),
+    "overhead": (LIMIT, FASTEST, BY_HAND),
+    "pipeline": (LIMIT, FASTEST, PIPELINE),
+    "eager": (LIMIT, EAGER, EAGER_PART),
+    "untuned": (LIMIT, LIMIT_UNTUNED, EAGER_UNTUNED),
+}
+"""What is measured in turn; more at a time would take more memory than many machines have."""
 WANTED = {"bfloat16": (1.8, 2.2, 1.7), "fp32": (1.4, 1.25, None)}
 """Forward and backward / limit at most; tokens/s of the step / transformers' at least, and with the same malloc."""
 
@@ -51,21 +66,22 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Run the benchmark."""
     parser = report.parser(__doc__, "train")
     parser.add_argument("--precision", nargs="+", choices=WANTED, default=list(WANTED))
-    parser.add_argument("--only", nargs="+", choices=LINES, default=list(LINES), metavar="LINE", help="some lines")
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args(arguments)
     rows, targets = [], []
     for precision in options.precision:
-        measured = steps(precision, options.only, options.repeats)
-        rows += [row(precision, name, measured) for name in measured]
+        groups = [steps(precision, GROUPS[group], options.repeats) for group in options.groups]
+        measured = Measured(groups)
+        rows += [row(precision, name, measured) for name in measured.names]
         targets += wanted(precision, measured)
     picture = report.bars("step / limit", "time / time of the matrix products", limit=1.0)
     report.report(options.out, "train", "training step, 65 M Qwen3", rows, targets=targets, picture=picture)
     return 0
 
 
-def steps(precision: str, names: Sequence[str], repeats: int, **overrides: Any) -> Dict[str, List[Figures]]:
-    """Line -> its steps in the order of the rounds. The first two are not kept: one compiles, one touches memory."""
+def steps(precision: str, names: Sequence[str], repeats: int, **overrides: Any) -> Steps:
+    """The steps of a group. The first two rounds are not kept: one compiles, one touches memory."""
     with ExitStack() as stack:
         workers = {}
         for name in names:
@@ -75,41 +91,24 @@ def steps(precision: str, names: Sequence[str], repeats: int, **overrides: Any) 
         return interleaved(workers, repeats, warmup=2)
 
 
-def row(precision: str, name: str, measured: Dict[str, List[Figures]]) -> report.Row:
-    """A line of the table."""
-    figures, shape = measured[name], settings()
-    tokens = shape["train_micro_batch_size_per_gpu"] * shape["seq_length"]
-    result = {
-        "line": f"{precision}: {name}",
-        "malloc": "tuned" if LINES[name].tuned else "as it is",
-        "seconds": median(figures),
-        "tokens/s": tokens / median(figures),
-        "step / limit": ratio(measured, name, LIMIT),
-    }
-    if LINES[name].whole:
-        result["x transformers"] = ratio(measured, PEER, name)
-        result["x transformers, tuned"] = ratio(measured, PEER_TUNED, name)
-    else:
-        result["x transformers, tuned"] = ratio(measured, PEER_PART, name)
-    result["cores busy"] = median(figures, "cpu_seconds") / median(figures)
-    result["peak RSS, MiB"] = median(figures, "peak_rss") / 2**20
-    return result
+class Measured:
+    """The groups of a precision. names: the lines in them."""
 
+    def __init__(self, groups: Sequence[Steps]):
+        self._groups = groups
+        self.names = list(dict.fromkeys(name for group in groups for name in group))
 
-def ratio(measured: Dict[str, List[Figures]], name: str, other: str) -> Optional[float]:
-    """Time of a line / time of another; None where one was not measured."""
-    if name not in measured or other not in measured:
-        return None
-    return median_ratio(measured[name], measured[other])
+    def figures(self, name: str) -> List[Figures]:
+        """The steps of a line, of the first group that has it."""
+        return next(group[name] for group in self._groups if name in group)
 
-
-def wanted(precision: str, measured: Dict[str, List[Figures]]) -> List[report.Target]:
+    def wanted(precision: str, measured: Measured) -> List[report.Target]:
     """The targets of one precision."""
     limit, peer, same = WANTED[precision]
-    overhead = ratio(measured, BY_HAND, FASTEST)
+    overhead = measured.ratio(BY_HAND, FASTEST)
     targets = [
-        report.Target(f"{precision}: forward + backward / matrix products", limit, ratio(measured, PART, LIMIT)),
-        report.Target(f"{precision}: step, tokens/s x transformers", peer, ratio(measured, PEER, FASTEST), most=False),
+        report.Target(f"{precision}: forward + backward / matrix products", limit, measured.ratio(PART, LIMIT)),
+        report.Target(f"{precision}: step, tokens/s x transformers", peer, measured.ratio(PEER, FASTEST), most=False),
         report.Target(
             f"{precision}: DeepSpeed's and the loop's share of the step",
             0.05,
@@ -118,7 +117,7 @@ def wanted(precision: str, measured: Dict[str, List[Figures]]) -> List[report.Ta
     ]
     if same is not None:
         name = f"{precision}: the same, both with tuned malloc"
-        targets.insert(2, report.Target(name, same, ratio(measured, PEER_TUNED, FASTEST), most=False))
+        targets.insert(2, report.Target(name, same, measured.ratio(PEER_TUNED, FASTEST), most=False))
     return targets
 
 

@@ -5,9 +5,11 @@ which does the work once and returns a dict of figures of its own, or None. `pyt
 the other side: it reads settings and commands on its standard input.
 """
 
+import ctypes
 import importlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -26,6 +28,7 @@ RETURNING_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_":
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _ERROR_LINES = 30
+_PR_SET_PDEATHSIG = 1
 
 
 class WorkerError(RuntimeError):
@@ -145,9 +148,16 @@ def _forget_peak() -> None:
         pass
 
 
+def _end_with_parent() -> None:
+    """On Linux, be ended when the process that started this one is, even by a signal which it cannot handle."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def serve(target: str) -> None:
     """Answer on what was the standard output, which then belongs to nobody else: libraries print."""
     start = time.perf_counter()
+    _end_with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     module, name = target.split(":")
