@@ -68,13 +68,13 @@ def without_engine(settings: Dict[str, Any]) -> Callable[[], Dict[str, float]]:
 
 def _model(settings: Dict[str, Any]) -> Tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
     """The model without DeepSpeed, and a function that computes its loss on one batch."""
-    from megatron.model.gpt2_model import build_model, cross_entropy
+    from megatron.model.gpt2_model import build_model
     from megatron.training.batch import get_batch
 
     args = _arguments({**settings, "pipe_parallel_size": 0})
-    model, loss_function = build_model(args).train(), cross_entropy(args)
+    model = build_model(args).train()
     inputs, targets = get_batch(args, {"text": _text(args)})
-    return model, lambda: loss_function(model(inputs), targets)
+    return model, lambda: model(inputs, targets)
 
 
 def _arguments(settings: Dict[str, Any]):

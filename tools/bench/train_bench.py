@@ -2,8 +2,8 @@
 
     python -m tools.bench.train_bench [--precision bfloat16 fp32] [--groups step ...] [--repeats N] [--out DIR]
 
-Every line is a process of its own; those of a group make their steps in turn. Ratios are medians over the rounds, and go
-by way of the matrix products, which every group has, where two lines are not of one group.
+Every line is a process of its own; those of a group make their steps in turn. Ratios are medians over the rounds, and
+go by way of the matrix products, which every group has, where two lines are not of one group.
 Ours goes through the engine and `train_step`: fp32 master weights and Adam states in bf16 too, gradients clipped.
 transformers' is what its users write: weights and Adam states in the precision of the run, nothing clipped. With tuned
 malloc, glibc keeps freed memory for the next step, which our entry points ask for. "by hand" is our model without
@@ -102,18 +102,46 @@ class Measured:
         """The steps of a line, of the first group that has it."""
         return next(group[name] for group in self._groups if name in group)
 
-    def wanted(precision: str, measured: Measured) -> List[report.Target]:
+    def ratio(self, name: str, other: str) -> Optional[float]:
+        """Time of a line / time of another: in a group of both, else by way of the limit; None if one is missing."""
+        if name not in self.names or other not in self.names:
+            return None
+        for group in self._groups:
+            if name in group and other in group:
+                return median_ratio(group[name], group[other])
+        return self.ratio(name, LIMIT) / self.ratio(other, LIMIT)
+
+
+def row(precision: str, name: str, measured: Measured) -> report.Row:
+    """A line of the table."""
+    figures, shape = measured.figures(name), settings()
+    tokens = shape["train_micro_batch_size_per_gpu"] * shape["seq_length"]
+    result = {
+        "line": f"{precision}: {name}",
+        "malloc": "tuned" if LINES[name].tuned else "as it is",
+        "seconds": median(figures),
+        "tokens/s": tokens / median(figures),
+        "step / limit": measured.ratio(name, LIMIT),
+    }
+    if LINES[name].whole:
+        result["x transformers"] = measured.ratio(PEER, name)
+        result["x transformers, tuned"] = measured.ratio(PEER_TUNED, name)
+    elif name != LIMIT:
+        result["x transformers, tuned"] = measured.ratio(PEER_PART, name)
+    result["cores busy"] = median(figures, "cpu_seconds") / median(figures)
+    result["peak RSS, MiB"] = median(figures, "peak_rss") / 2**20
+    return result
+
+
+def wanted(precision: str, measured: Measured) -> List[report.Target]:
     """The targets of one precision."""
     limit, peer, same = WANTED[precision]
-    overhead = measured.ratio(BY_HAND, FASTEST)
+    by_hand = measured.ratio(BY_HAND, FASTEST)
+    overhead = None if by_hand is None else 1 - by_hand
     targets = [
         report.Target(f"{precision}: forward + backward / matrix products", limit, measured.ratio(PART, LIMIT)),
         report.Target(f"{precision}: step, tokens/s x transformers", peer, measured.ratio(PEER, FASTEST), most=False),
-        report.Target(
-            f"{precision}: DeepSpeed's and the loop's share of the step",
-            0.05,
-            None if overhead is None else 1 - overhead,
-        ),
+        report.Target(f"{precision}: DeepSpeed's and the loop's share of the step", 0.05, overhead),
     ]
     if same is not None:
         name = f"{precision}: the same, both with tuned malloc"

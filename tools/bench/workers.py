@@ -20,7 +20,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional
 Figures = Dict[str, Any]
 """What a step took: seconds, cpu_seconds, peak_rss and rss_before (bytes), and what the step returned itself."""
 
-TUNED_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(2 << 30)}
+TUNED_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1)}
 """An environment in which glibc keeps freed memory for the next step."""
 
 RETURNING_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
