@@ -10,6 +10,8 @@ from rich.table import Table
 
 Row = Dict[str, Any]
 """Column -> a number or a text; the first column names the row."""
+WIDTH = 160
+"""Columns of a table that does not go to a terminal."""
 DEFAULT_FOLDER = os.path.join("runs", "bench")
 
 
@@ -70,10 +72,13 @@ def report(
 def show(title: str, rows: Sequence[Row]) -> None:
     """A table of all columns that a row has, in the order in which they first come."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    table = Table(*columns, title=title)
+    table = Table(title=title)
+    for number, column in enumerate(columns):
+        table.add_column(column, no_wrap=number == 0)
     for row in rows:
         table.add_row(*(text(row.get(column)) for column in columns))
-    Console().print(table)
+    console = Console()
+    (console if console.is_terminal else Console(width=WIDTH)).print(table)
 
 
 def text(value: Any) -> str:

@@ -50,12 +50,9 @@ LINES: Dict[str, Line] = {
     LIMIT_UNTUNED: Line("tools.bench.limits:matrix_products", {}, tuned=False, whole=False),
 }
 GROUPS = {
-    "step": (LIMIT, PEER, PEER_TUNED, FASTEST),
-    "parts": (LIMIT, PEER_PART, PART),
-    "overhead": (LIMIT, FASTEST, BY_HAND),
-    "pipeline": (LIMIT, FASTEST, PIPELINE),
-    "eager": (LIMIT, EAGER, EAGER_PART),
-    "untuned": (LIMIT, LIMIT_UNTUNED, EAGER_UNTUNED),
+    "step": (LIMIT, PEER, PEER_TUNED, FASTEST, PART, BY_HAND),
+    "eager": (LIMIT, PEER_PART, EAGER, EAGER_PART),
+    "other": (LIMIT, LIMIT_UNTUNED, EAGER_UNTUNED, PIPELINE),
 }
 """What is measured in turn; more at a time would take more memory than many machines have."""
 WANTED = {"bfloat16": (1.8, 2.2, 1.7), "fp32": (1.4, 1.25, None)}
@@ -81,14 +78,14 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
 
 
 def steps(precision: str, names: Sequence[str], repeats: int, **overrides: Any) -> Steps:
-    """The steps of a group. The first two rounds are not kept: one compiles, one touches memory."""
+    """The steps of a group after a first round, in which layers are compiled and memory is touched."""
     with ExitStack() as stack:
         workers = {}
         for name in names:
             line = LINES[name]
             given = settings(**{**line.overrides, "precision": precision, **overrides})
             workers[name] = stack.enter_context(Worker(line.target, given, TUNED_MALLOC if line.tuned else None))
-        return interleaved(workers, repeats, warmup=2)
+        return interleaved(workers, repeats)
 
 
 class Measured:
