@@ -7,6 +7,7 @@ from megatron.costs.activations import Batch, attention_bytes, kernel_of, layer_
 from megatron.costs.parameters import count, share
 from megatron.costs.stages import FIRST_TRANSFORMER_LAYER, Stage, stage_parameters, stages
 from megatron.costs.states import States, states
+from megatron.mpu.fused_linear_cross_entropy import IN_CACHE
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def _stage_memory(neox_args, stage: Stage, world_size: Optional[int], device: st
     activations = _activations(neox_args, stage, batch)
     logits = _logit_bytes(neox_args, batch) if stage.has_head else 0
     # DeepSpeed's pipeline holds on to the outputs of its two buffers.
-    outputs = _logits(neox_args, batch) if stage.has_head and neox_args.is_pipe_parallel else 0
+    outputs = _outputs(neox_args, batch) if stage.has_head and neox_args.is_pipe_parallel else 0
     busy = max(
         _peak(held, activations, logits, in_flight, micro_batches) + (outputs if micro_batches > 1 else 0),
         held.gradients + held.step + outputs * min(2, micro_batches),
@@ -163,10 +164,37 @@ def _workspace(neox_args, number: int, batch: Batch) -> int:
 def _logit_bytes(neox_args, batch: Batch) -> int:
     """Logits [T, v / p], what a soft cap keeps, and the copies in the backward pass of the loss: the logits in fp32,
     the softmax, its product with the weights, and that in the model's precision. See megatron/mpu/cross_entropy.py."""
+    if neox_args.fused_loss_chunk is not None:
+        return fused_loss_bytes(neox_args, batch)
     c = batch.number_bytes
     copies = 2 * c if neox_args.fp16_lm_cross_entropy else (8 if c == 4 else 14)
     cap = 0 if neox_args.final_logit_softcap is None else c
     return _logits(neox_args, batch) // c * (c + cap + copies)
+
+
+def fused_loss_bytes(neox_args, batch: Batch) -> int:
+    """The most that FusedLinearCrossEntropy has at one time, without its input. In the forward pass: a chunk's logits
+    [n, v / p]; with a soft cap their slope, and another two while it is made; the fp32 softmax, on the CPU of some rows
+    at a time, or a part of the weight's gradient; and the sums of the gradients, which remain. In the backward pass
+    these sums and the gradients that are made of them."""
+    c, columns = batch.number_bytes, share(neox_args.padded_vocab_size, batch.ranks)
+    size = min(neox_args.fused_loss_chunk, batch.tokens)
+    several = size < batch.tokens
+    weight = columns * neox_args.hidden_size
+    sums = c * batch.tokens * neox_args.hidden_size + (4 if several else c) * weight
+    chunk, capped = c * size * columns, neox_args.final_logit_softcap is not None
+    rows = max(1, IN_CACHE // columns) if batch.device == "cpu" else size
+    softmax = (4 if c == 4 else 8) * min(rows, size) * columns
+    product = c * min(weight, 2 * IN_CACHE) if several and c < 4 else 0
+    forward = chunk + max(3 * chunk if capped else 0, (chunk if capped else 0) + max(softmax, product))
+    return sums + max(forward, c * (batch.tokens * neox_args.hidden_size + weight))
+
+
+def _outputs(neox_args, batch: Batch) -> int:
+    """What the pipeline's last stage gives to the loss."""
+    if neox_args.fused_loss_chunk is not None:
+        return batch.number_bytes * batch.tokens * neox_args.hidden_size
+    return _logits(neox_args, batch)
 
 
 def _logits(neox_args, batch: Batch) -> int:

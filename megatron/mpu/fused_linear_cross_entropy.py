@@ -19,7 +19,7 @@ from megatron.mpu.mappings import copy_to_model_parallel_region, gather_from_seq
 Targets = Tuple[torch.Tensor, torch.Tensor]
 """(labels [b, s] int64, loss_mask [b, s])"""
 
-_IN_CACHE = 2**20
+IN_CACHE = 2**20
 """fp32 numbers that a chain of operations on the CPU takes at a time, so that they stay in its cache."""
 
 
@@ -151,7 +151,7 @@ def _softmax(logits: torch.Tensor) -> torch.Tensor:
 
     The normaliser follows from the largest logit and its probability, which cannot be 0.
     """
-    size = max(1, _IN_CACHE // logits.shape[-1]) if logits.device.type == "cpu" else len(logits)
+    size = max(1, IN_CACHE // logits.shape[-1]) if logits.device.type == "cpu" else len(logits)
     normalisers = []
     for block in logits.split(size):
         values = block.float()
@@ -189,7 +189,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
     if total.dtype == left.dtype:
         total.addmm_(left, right)
         return
-    size = max(1, 2 * _IN_CACHE // total.shape[-1])
+    size = max(1, 2 * IN_CACHE // total.shape[-1])
     for part, factor in zip(total.split(size), left.split(size), strict=True):
         part += factor @ right
 
@@ -197,7 +197,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 def _scaled(sums: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """sums * factor, rounded once, without a whole copy in fp32. factor is a tensor, which no one has to wait for."""
     result = torch.empty_like(sums, dtype=dtype)
-    size = max(1, _IN_CACHE // sums[0].numel())
+    size = max(1, IN_CACHE // sums[0].numel())
     for part, block in zip(result.split(size), sums.split(size), strict=True):
         part.copy_(block.float() * factor)
     return result
