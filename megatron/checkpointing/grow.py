@@ -81,6 +81,15 @@ class GrownReader(FromCheckpoint):
         self._neox_args, self._grown_args, self._learnable = neox_args, grown_args, learnable
         self._index, self._whole = None, {}
 
+    @property
+    def nbytes(self) -> int:
+        """As FromCheckpoint.nbytes, with what becomes wider."""
+        growth = self._grown_args.head_geometry().head_dim / self._neox_args.head_geometry().head_dim
+        ranks = range(self.model_parallel_size)
+        states = (self.reader.layer_shapes(index, rank) for index in self.layer_indices() for rank in ranks)
+        tensors = (item for state in states for item in state.items())
+        return int(sum(tensor.nbytes * (growth if _CHANGED.fullmatch(name) else 1) for name, tensor in tensors))
+
     def layer_state(self, index: int, tp_rank: int = 0) -> LayerState:
         """{name: tensor} of one layer on one rank. Raises CheckpointError for weights that do not fit the config."""
         if self._index != index:
