@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from megatron import mpu
 from megatron.errors import ConfigError
+from megatron.model import decoding
 from megatron.model.attention.cache import KVCache
 from megatron.model.gpt2_model import FIRST_TRANSFORMER_LAYER
 
@@ -30,6 +31,7 @@ class InferenceRunner:
         self.is_last_stage = self.stage == len(self.stages) - 1
         self.cache: Optional[KVCache] = None
         self._cache_size: Tuple[int, int] = (0, 0)
+        self._step = _decoding_step(neox_args, self.layers)
 
     @classmethod
     def of(cls, neox_args, model) -> "InferenceRunner":
@@ -68,6 +70,8 @@ class InferenceRunner:
         prefill_chunk_size of them are run in pieces.
         """
         length = tokens.shape[1]
+        if length == 1 and self._steps():
+            return self._step(tokens, position_ids, self.cache)
         size = length if self.cache is None else self.neox_args.prefill_chunk_size or length
         for start in range(0, length, size):
             piece = slice(start, start + size)
@@ -107,6 +111,12 @@ class InferenceRunner:
         """True on the one rank of a model replica that chooses tokens: the first of the last stage."""
         return self.is_last_stage and mpu.get_model_parallel_rank() == 0
 
+    def _steps(self) -> bool:
+        """Whether a single token goes through the step made for it."""
+        if self._step is None or self.cache is None or self.cache.length == 0:
+            return False
+        return self._step.covers(self.cache.length)
+
     def _cache_argument(self, index: int) -> dict:
         if self.cache is None or not self._is_transformer_layer(index):
             return {}
@@ -142,6 +152,13 @@ class InferenceRunner:
         if len(self.stages) > 1:
             dist.broadcast(tensor, self.stages[-1], group=mpu.get_pipe_parallel_group())
         return tensor
+
+
+def _decoding_step(neox_args, layers) -> Optional[decoding.DecodingStep]:
+    """None where the layers' own forward passes have to do; compiled for compile=True."""
+    if decoding.refusal(neox_args) is not None:
+        return None
+    return decoding.DecodingStep(neox_args, layers, decoding.compiler(neox_args))
 
 
 def check_cache_settings(neox_args, use_cache: bool) -> None:

@@ -103,9 +103,26 @@ class LayerKVCache:
         first_seen = max(0, start - self.window)
         return self._k.extend(first_seen, start, k), self._v.extend(first_seen, start, v)
 
+    def advance(self) -> Tuple[int, int]:
+        """Make room for one more token -> (slot, stored): where it goes, and how many slots are then in use.
+
+        `put` must follow. Together they are `append` for a single token, whose query sees every key, in parts of which
+        one is the same work for every token. Raises ValueError when the cache is full.
+        """
+        start, end = self.length, self.length + 1
+        self._check_room(end)
+        self.length = end
+        self.oldest = end % self._capacity if end > self._capacity else 0
+        return start % self._capacity, min(end, self._capacity)
+
+    def put(
+        self, k: torch.Tensor, v: torch.Tensor, slot: torch.Tensor, stored: int
+    ) -> Tuple[torch.Tensor, torch.Tensor]:
+        """Store k [1, b, m', d] and v [1, b, m, d] in a slot, int64 [1]; return the first `stored` keys and values."""
+        return self._k.put_one(slot, k, stored), self._v.put_one(slot, v, stored)
+
     def _check(self, k: torch.Tensor, v: torch.Tensor, end: int) -> None:
-        if end > self.max_tokens:
-            raise ValueError(f"the KV cache holds max_tokens={self.max_tokens} tokens and was given {end}")
+        self._check_room(end)
         if k.shape[0] != v.shape[0]:
             raise ValueError(f"the KV cache was given {k.shape[0]} tokens of keys and {v.shape[0]} of values")
         if tuple(k.shape[1:]) != self._k.shape or tuple(v.shape[1:]) != self._v.shape:
@@ -114,9 +131,18 @@ class LayerKVCache:
                 f"given {tuple(k.shape[1:])} and {tuple(v.shape[1:])}"
             )
 
+    def _check_room(self, end: int) -> None:
+        if end > self.max_tokens:
+            raise ValueError(f"the KV cache holds max_tokens={self.max_tokens} tokens and was given {end}")
+
     def reset(self) -> None:
         """Forget the tokens, keep the memory."""
         self.length = self.oldest = 0
+
+    @property
+    def parts(self) -> Tuple[torch.Tensor, ...]:
+        """What is allocated, each tensor [t, b, heads, width]."""
+        return *self._k.parts, *self._v.parts
 
     @property
     def nbytes(self) -> int:

@@ -89,7 +89,7 @@ class TokenRing:
         self.shape = shape
         self.capacity = capacity
         self._format = form
-        self._parts = tuple(
+        self.parts = tuple(
             torch.empty(capacity, batch, heads, width, dtype=dtype, device=device)
             for width, dtype in form.parts(head_dim)
         )
@@ -97,7 +97,7 @@ class TokenRing:
     @property
     def nbytes(self) -> int:
         """Allocated bytes."""
-        return sum(part.nbytes for part in self._parts)
+        return sum(part.nbytes for part in self.parts)
 
     def put(self, start: int, x: torch.Tensor) -> torch.Tensor:
         """Store x [s, b, heads, d] as tokens start, start + 1, ...; return all that is stored, in the order of slots.
@@ -105,15 +105,24 @@ class TokenRing:
         x must not reach beyond the end of the ring.
         """
         first = start % self.capacity
-        for part, new in zip(self._parts, self._format.encode(x), strict=True):
+        for part, new in zip(self.parts, self._format.encode(x), strict=True):
             part[first : first + len(new)] = new
         stored = min(start + len(x), self.capacity)
-        return self._format.decode(tuple(part[:stored] for part in self._parts))
+        return self._format.decode(tuple(part[:stored] for part in self.parts))
+
+    def put_one(self, slot: torch.Tensor, x: torch.Tensor, stored: int) -> torch.Tensor:
+        """`put` of one token x [1, b, heads, d] in a slot, int64 [1]; return what is in the first `stored` slots.
+
+        The slot is no number, and nothing depends on it: a compiled step serves every token.
+        """
+        for part, new in zip(self.parts, self._format.encode(x), strict=True):
+            part.index_copy_(0, slot, new.to(part.dtype))
+        return self._format.decode(tuple(part[:stored] for part in self.parts))
 
     def extend(self, oldest: int, start: int, x: torch.Tensor) -> torch.Tensor:
         """Return tokens oldest .. start - 1 and x [s, b, heads, d] behind them, in order; store the last of them."""
         extended = []
-        for part, new in zip(self._parts, self._format.encode(x), strict=True):
+        for part, new in zip(self.parts, self._format.encode(x), strict=True):
             past = [part[slots] for slots in self._slots(oldest, start)]
             extended.append(torch.cat([*past, new.to(part.dtype)]) if past else new)
             self._store_last(part, start, new)
