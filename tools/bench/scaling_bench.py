@@ -28,10 +28,10 @@ from tools.bench.scaling_shapes import (
     lengths,
     zero_stages,
 )
-from tools.bench.workers import RETURNING_MALLOC, TUNED_MALLOC, Worker, interleaved, median
+from tools.bench.workers import RETURNING_MALLOC, TUNED_MALLOC, Figures, Worker, interleaved, median, median_ratio
 
 ON_CPU = {"DS_ACCELERATOR": "cpu"}
-REPEATS = 5
+REPEATS = 7
 _STEPS = "tools.bench.scaling_steps"
 
 
@@ -64,22 +64,23 @@ def tokens_of(arguments: Arguments) -> int:
 
 def measure_points(
     target: str, models: Dict[str, Arguments], repeats: int, environment: Dict[str, str], **more: Any
-) -> Dict[str, List[Row]]:
+) -> Dict[str, List[Figures]]:
     """Figures of every model's steps, all models in turn in one process; a first round is left out."""
     with Worker(f"{_STEPS}:{target}", {"models": models, **more}, {**ON_CPU, **environment}) as worker:
         rounds = interleaved({"all": worker}, repeats)["all"]
     return {name: [each["points"][name] for each in rounds] for name in models}
 
 
-def curve(name: str, models: Dict[str, Arguments], seconds: Dict[str, float]) -> List[Row]:
+def curve(name: str, models: Dict[str, Arguments], figures: Dict[str, List[Figures]]) -> List[Row]:
     """One row for each model: its time and its operations, also relative to those of the first."""
     first = next(iter(models))
+    seconds = {each: median(figures[each]) for each in models}
     counts = {each: (operations(models[each], False), operations(models[each], True)) for each in models}
     return [
         {
             name: each,
             "seconds": seconds[each],
-            "time / first": seconds[each] / seconds[first],
+            "time / first": median_ratio(figures[each], figures[first]),
             "FLOPs / first": counts[each][0] / counts[first][0],
             "causal FLOPs / first": counts[each][1] / counts[first][1],
             "causal GFLOP/s": counts[each][1] / seconds[each] / 1e9,
@@ -92,7 +93,7 @@ def curve(name: str, models: Dict[str, Arguments], seconds: Dict[str, float]) ->
 def run_curve(name: str, title: str, models: Dict[str, Arguments], folder: str, repeats: int) -> None:
     """Measure one curve and report it."""
     figures = measure_points("training_steps", models, repeats, TUNED_MALLOC)
-    rows = curve(name, models, {each: median(figures[each]) for each in models})
+    rows = curve(name, models, figures)
     report(folder, f"scaling_{name}", title, rows, picture=scaling_pictures.against_operations(name))
 
 
@@ -110,16 +111,16 @@ def run_head_dim(folder: str, repeats: int) -> None:
     """Time of a step over head_dim, at equal parameters."""
     models = head_dims()
     figures = measure_points("training_steps", models, repeats, TUNED_MALLOC)
-    rows = head_dim_rows(models, {name: median(figures[name]) for name in models})
+    rows = head_dim_rows(models, figures)
     report(folder, "scaling_head_dim", "head_dim at equal parameters", rows, picture=scaling_pictures.head_dim)
 
 
-def head_dim_rows(models: Dict[str, Arguments], seconds: Dict[str, float]) -> List[Row]:
+def head_dim_rows(models: Dict[str, Arguments], figures: Dict[str, List[Figures]]) -> List[Row]:
     """A curve for each kind and kernel, one after the other."""
     rows = []
     for start in range(0, len(models), len(SAME_WIDTH)):
         names = list(models)[start : start + len(SAME_WIDTH)]
-        part = curve("model", {name: models[name] for name in names}, seconds)
+        part = curve("model", {name: models[name] for name in names}, figures)
         for row in part:
             kind, kernel, width = row["model"].split(", ")
             parameters = costs.num_parameters(NeoXArgs.from_dict(models[row["model"]]))
@@ -137,7 +138,7 @@ def run_memory(folder: str, repeats: int) -> None:
     report(folder, "scaling_memory", title, rows, picture=scaling_pictures.memory)
 
 
-def memory_row(name: str, arguments: Arguments, figures: Row) -> Row:
+def memory_row(name: str, arguments: Arguments, figures: Figures) -> Row:
     """What one model's step adds to weights and optimizer, and what the model's cache takes."""
     kind, kernel, width = name.split(", ")
     args = NeoXArgs.from_dict(arguments)
@@ -186,9 +187,11 @@ def run_tp(folder: str, repeats: int) -> None:
             for number, (name, (arguments, processes, threads)) in enumerate(layouts().items())
         }
         figures = interleaved(workers, repeats)
-    seconds = {name: median(figures[name]) for name in figures}
-    alone = seconds["1 process, 1 thread"]
-    rows = [{"layout": name, "seconds": value, "speed / 1 thread": alone / value} for name, value in seconds.items()]
+    alone = figures["1 process, 1 thread"]
+    rows = [
+        {"layout": name, "seconds": median(steps), "speed / 1 thread": median_ratio(alone, steps)}
+        for name, steps in figures.items()
+    ]
     report(folder, "scaling_tp", "Two cores in four ways", rows, picture=bars("speed / 1 thread", "speed-up", 2.0))
 
 

@@ -28,7 +28,7 @@ def against_operations(name: str) -> Callable[[Any, Sequence[Row]], None]:
             axes.plot(places, [row[column] for row in rows], style, color=color, label=label)
         for place, row in zip(places, rows, strict=True):
             label = f"{row['time / first']:.2f}"
-            axes.annotate(label, (place, row["time / first"]), (0, -14), textcoords="offset points", ha="center")
+            axes.annotate(label, (place, row["time / first"]), (0, 9), textcoords="offset points", ha="center")
         axes.set_xticks(places, [row[name] for row in rows])
         axes.set_xlabel({"length": "tokens of a text", "layers": "layers"}[name])
         axes.set_ylabel("relative to the first point")
@@ -44,7 +44,7 @@ def head_dim(figure: Any, rows: Sequence[Row]) -> None:
     figure.set_size_inches(10, 4)
     for number, (kind, axes) in enumerate(_panels(figure)):
         own = [row for row in rows if row["kind"] == kind]
-        for color, (kernel, part) in zip(_COLORS, _by(own, "kernel").items(), strict=True):
+        for color, (kernel, part) in zip(_COLORS, _by(own, "kernel").items(), strict=False):
             speeds = [1 / row["time / first"] for row in part]
             axes.plot(range(len(part)), speeds, "o-", color=color, label=kernel)
         part = next(iter(_by(own, "kernel").values()))

@@ -19,7 +19,7 @@ SAME_WIDTH = {64: (8, 4), 128: (4, 2), 256: (2, 1)}
 """head_dim: (query heads, key/value heads), of one width together: equal parameters and FLOPs."""
 SAME_HEADS = {64: 2048, 128: 1536, 256: 512}
 """head_dim: MLP width that leaves the parameters equal with 8 query and 4 key/value heads."""
-KERNELS = ("chunked", "flash", "global")
+KERNELS = ("chunked", "global")
 
 WIDE: Dict[str, Any] = dict(
     num_layers=6, hidden_size=512, num_attention_heads=8, num_kv_heads=4, head_dim=64, ffn_hidden_size=1536,
@@ -51,7 +51,7 @@ def same_width(**changes: Any) -> Dict[str, Arguments]:
     """head_dim at one query width: fewer, wider heads."""
     return {
         str(width): small(
-            1024, 2048, **{"head_dim": width, "num_attention_heads": heads, "num_kv_heads": kv_heads, **changes}
+            1024, 1024, **{"head_dim": width, "num_attention_heads": heads, "num_kv_heads": kv_heads, **changes}
         )
         for width, (heads, kv_heads) in SAME_WIDTH.items()
     }
@@ -61,7 +61,7 @@ def same_heads(**changes: Any) -> Dict[str, Arguments]:
     """head_dim at one number of heads: a wider attention, paid for by the MLP."""
     return {
         str(width): small(
-            1024, 2048,
+            1024, 1024,
             **{"head_dim": width, "num_attention_heads": 8, "num_kv_heads": 4, "ffn_hidden_size": ffn, **changes},
         )
         for width, ffn in SAME_HEADS.items()
@@ -104,11 +104,20 @@ def layouts() -> Dict[str, Tuple[Arguments, int, int]]:
 
 
 def zero_stages() -> Dict[str, Arguments]:
-    """Every stage of ZeRO on two ranks, in both precisions: `bfloat16, stage 1`."""
+    """Every stage of ZeRO on two ranks, in both precisions: `bfloat16, stage 1`.
+
+    Buckets as small as the model: the estimate counts them whole, and of DeepSpeed's own, of 500 million numbers, a
+    small model never touches most.
+    """
+    buckets = dict(reduce_bucket_size=2_000_000, allgather_bucket_size=2_000_000)
+    fetched = dict(
+        stage3_max_live_parameters=4_000_000, stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=1_000_000
+    )
+    zero = {0: {}, 1: buckets, 2: buckets, 3: {**buckets, **fetched}}
     return {
         f"{precision}, stage {stage}": small(
-            256, 256, precision, **WIDE, zero_optimization={"stage": stage}, global_num_gpus=2
+            256, 256, precision, **WIDE, zero_optimization={"stage": stage, **own}, global_num_gpus=2
         )
         for precision in ("bfloat16", "fp32")
-        for stage in range(4)
+        for stage, own in zero.items()
     }

@@ -3,6 +3,7 @@
 Each function takes the settings of a worker (see tools/bench/workers.py) and returns the step that is measured.
 """
 
+import gc
 import multiprocessing
 import os
 import time
@@ -15,6 +16,8 @@ from tools.bench.workers import Figures, measured, memory
 
 Settings = Dict[str, Any]
 Step = Callable[[], Figures]
+
+_TINY: Settings = dict(num_layers=1, ffn_hidden_size=64, padded_vocab_size=128)
 
 
 def training_steps(settings: Settings) -> Step:
@@ -51,7 +54,7 @@ def ranks(settings: Settings) -> Step:
 
     settings: `arguments` of the model, `world_size`, and `store`, a file that is not there yet, through which the
     ranks meet. A step returns `rank_bytes`: what each rank holds at most during the step, beyond what it held
-    before its model was built.
+    before its model was built and after a tiny one had run, which brings the code into memory.
     """
     context = multiprocessing.get_context("spawn")
     pipes = []
@@ -83,17 +86,15 @@ def _follow(settings: Settings, rank: int, pipe) -> None:
 
 
 def _rank(settings: Settings, rank: int) -> Callable[[], int]:
-    import megatron.training  # noqa: F401 - before memory is read
-    from megatron.initialize import initialize_megatron
-    from megatron.neox_arguments import NeoXArgs
-
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(settings["world_size"]))
     dist.init_process_group(
         "gloo", init_method=f"file://{settings['store']}", rank=rank, world_size=settings["world_size"]
     )
-    initialize_megatron(NeoXArgs.from_dict(settings["arguments"]))
+    arguments = settings["arguments"]
+    _training({**arguments, **_TINY})()
+    gc.collect()
     before = memory("VmRSS")
-    train = _training(settings["arguments"])
+    train = _training(arguments)
     return lambda: measured(train)["peak_rss"] - before
 
 
