@@ -18,6 +18,7 @@ from megatron.model.utils import get_params_for_weight_decay_optimization
 from megatron.training.batch import get_batch
 from megatron.training.gradients import GradientNorm
 from megatron.training.learning_rates import get_learning_rate_scheduler
+from megatron.training.master_weights import MasterWeightOptimizer
 from megatron.training.optimizers import get_optimizer
 
 
@@ -53,6 +54,7 @@ def _build_engine(neox_args, model):
     engine.lr_scheduler.optimizer = engine.optimizer
     engine.neox_loss = cross_entropy(neox_args)
     engine.neox_grad_norm = _own_clipping(neox_args, engine) if _clips_here(neox_args) else None
+    _without_replicas(engine)
     if neox_args.is_pipe_parallel:
         engine.set_batch_fn(partial(get_batch, neox_args))
         _let_stages_time_themselves(engine)
@@ -74,15 +76,18 @@ def _clips_here(neox_args) -> bool:
 
 
 def _own_clipping(neox_args, engine) -> GradientNorm:
-    optimizer, copies = engine.basic_optimizer, {}
+    norm = GradientNorm(neox_args.gradient_clipping, engine.mpu.get_model_parallel_group())
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
-        # It has made a step on zero gradients to allocate the state: that is not the same as no step, because Adam
-        # counts it in its bias correction and weights have decayed.
-        optimizer.state.clear()
-        engine.optimizer.refresh_fp32_params()
-        groups = zip(engine.optimizer.fp32_groups, engine.optimizer.fp16_groups, strict=True)
-        copies = {id(c): p for fp32, fp16 in groups for c, p in zip(fp32, fp16, strict=True)}
-    return GradientNorm(optimizer, neox_args.gradient_clipping, engine.mpu.get_model_parallel_group(), copies)
+        MasterWeightOptimizer.take_over(engine.optimizer, norm)
+    else:
+        norm.watch(engine.basic_optimizer)
+    return norm
+
+
+def _without_replicas(engine) -> None:
+    """Without ZeRO, DeepSpeed sums gradients over the replicas in a copy of them, also if there is one replica."""
+    if mpu.get_data_parallel_world_size() == 1 and not engine.zero_optimization():
+        engine.enable_backward_allreduce = engine.pipeline_enable_backward_allreduce = False
 
 
 def _deepspeed_config(neox_args) -> Dict[str, Any]:

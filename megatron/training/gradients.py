@@ -6,7 +6,7 @@ once per stage that holds it. The one for fp16 and bf16 with a torch optimizer c
 only. Those of ZeRO and of its BF16_Optimizer are right, and are left to it.
 """
 
-from typing import Dict, Iterable, Optional
+from typing import Iterable, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -14,56 +14,77 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 
 from megatron import mpu
 
+_ROW, _BLOCK = 1 << 12, 1 << 20
+
 
 class GradientNorm:
-    """A step hook of a torch optimizer that computes the global norm, clips by it and keeps it.
+    """The global norm of a step's gradient, before clipping, and what clipping by it divides by.
 
-    A gradient that is not finite is dropped instead, so that the step changes nothing: `skipped` says so. `group` is
-    the process group that holds one copy of the model (pipeline stages x tensor-parallel ranks). `model_parameters`
-    gives, where the optimizer steps fp32 copies, the id of a copy -> the parameter of the model.
+    `group` is the process group that holds one copy of the model (pipeline stages x tensor-parallel ranks). After a
+    step whose gradient was not finite, and which changed nothing, `skipped` is true.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        clip: float,
-        group,
-        model_parameters: Optional[Dict[int, torch.nn.Parameter]] = None,
-    ):
+    def __init__(self, clip: float, group):
         self._clip = clip
         self._group = group
-        self._model_parameters = model_parameters or {}
         self.reset()
-        optimizer.register_step_pre_hook(self._before_step)
 
     def reset(self) -> None:
         """Forget the last step."""
         self.value: Optional[float] = None
         self.skipped = False
 
-    def _before_step(self, optimizer, args, kwargs) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        counted = [p.grad for p in parameters if counts_here(self._model_parameters.get(id(p), p))]
-        norm = global_norm(counted, self._group)
+    def measure(self, gradients: Iterable[Tuple[torch.Tensor, torch.nn.Parameter]]) -> None:
+        """Set value and skipped from this rank's gradients, each with the parameter of the model that it is of."""
+        norm = global_norm((gradient for gradient, parameter in gradients if counts_here(parameter)), self._group)
         self.value = norm.item()
         self.skipped = not torch.isfinite(norm).item()
+
+    def clip(self, optimizer: torch.optim.Optimizer, gradients: List[torch.Tensor]) -> None:
+        """Let `optimizer` step by the clipped gradients; `gradients` are those of its parameters."""
+        divisor = (self.value + 1e-6) / self._clip if self._clip > 0.0 else 1.0
+        if optimizer.defaults.get("fused"):  # its kernel divides on the way
+            optimizer.grad_scale = torch.tensor(divisor, device=gradients[0].device) if divisor > 1.0 else None
+        elif divisor > 1.0:
+            torch._foreach_div_(gradients, divisor)
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Measure and clip before each step of an optimizer of the model's own parameters."""
+        optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer, args, kwargs) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        for parameter in parameters:
+            if parameter.grad is None:  # as a sum over replicas would leave it
+                parameter.grad = torch.zeros_like(parameter)
+        self.measure((parameter.grad, parameter) for parameter in parameters)
         if self.skipped:
             for parameter in parameters:
                 parameter.grad = None
-        elif self._clip > 0.0:
-            factor = min(1.0, self._clip / (self.value + 1e-6))
-            if factor < 1.0:
-                torch._foreach_mul_([parameter.grad for parameter in parameters], factor)
+        else:
+            self.clip(optimizer, [parameter.grad for parameter in parameters])
 
 
 @torch.no_grad()
 def global_norm(gradients: Iterable[torch.Tensor], group) -> torch.Tensor:
     """L2 norm of gradients that are spread over the ranks of `group`, each given on one rank only."""
-    squares = [gradient.float().square().sum() for gradient in gradients]
+    squares = [sum_of_squares(gradient) for gradient in gradients]
     total = torch.stack(squares).sum() if squares else torch.zeros((), device=mpu.current_device())
     if group is not None and dist.get_world_size(group) > 1:
         dist.all_reduce(total, group=group)
     return total.sqrt()
+
+
+def sum_of_squares(tensor: torch.Tensor) -> torch.Tensor:
+    """In fp32, in one pass. torch's norm of a whole tensor adds its squares one after another on a CPU, and is off by
+    1e-4 at ten million of them; within a row it is exact enough, and sums are made pairwise."""
+    flat = tensor.reshape(-1)
+    if flat.is_cpu and flat.numel() > _BLOCK and flat.dtype != torch.float32:  # the fp32 copy stays in the cache
+        return torch.stack([sum_of_squares(block) for block in flat.split(_BLOCK)]).sum()
+    rest = flat.numel() % _ROW
+    rows = flat[: flat.numel() - rest].view(-1, _ROW)
+    norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+    return norms.square().sum() + flat[flat.numel() - rest :].float().square().sum()
 
 
 def counts_here(parameter: torch.nn.Parameter) -> bool:
