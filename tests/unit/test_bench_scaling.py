@@ -117,9 +117,9 @@ def test_both_ways_to_tokens_give_the_same_number(tmp_path):
 
 def test_a_start_ends_with_the_wanted_line():
     assert startup_bench.seconds(["-c", "print('other'); print('iteration 1/1')"], startup_bench.FIRST_STEP) > 0
-    with pytest.raises(ValueError, match="without a line.*\n.*other"):
+    with pytest.raises(startup_bench.StartError, match="without a line.*\n.*other"):
         startup_bench.seconds(["-c", "print('other')"], startup_bench.FIRST_STEP)
-    with pytest.raises(subprocess.CalledProcessError):
+    with pytest.raises(startup_bench.StartError, match="exit code 3"):
         startup_bench.seconds(["-c", "raise SystemExit(3)"])
 
 

@@ -28,6 +28,10 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__
 _ENVIRONMENT = {"DS_ACCELERATOR": "cpu"}
 
 
+class StartError(RuntimeError):
+    """A command did not do what it was started for; has the end of its output."""
+
+
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Run the benchmark."""
     line = parser(__doc__, "startup")
@@ -43,26 +47,27 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
 
 def commands(folder: str) -> Dict[str, List[str]]:
     """What is started, by name."""
-    train = [DEMO, first_step_config(folder)]
     return {
         "python, nothing": ["-c", "pass"],
         HELP: ["deepy.py", "--help"],
         CHECK: ["-m", "tools.head_dim", "plan", PRESET],
         "import torch, deepspeed": ["-c", "import torch, deepspeed"],
-        TRAIN: ["deepy.py", "train.py", *train],
+        TRAIN: ["deepy.py", "train.py", first_step_config(folder)],
     }
 
 
 def first_step_config(folder: str) -> str:
-    """A config beside the demo's that stops after one step and keeps its files in `folder`; makes the data for it."""
+    """The demo's config with data made here, stopped after one step; returns its path."""
     from tools.datasets.corpora import Preparation, prepare_dataset
 
     made = Preparation(data_dir=folder, max_bytes=1_000_000)
     prepare_dataset(made)
     own = dict(data_path=made.data_path, vocab_file=made.tokenizer_file, train_iters=1, log_interval=1, eval_iters=0)
+    with open(os.path.join(_ROOT, DEMO), encoding="utf-8") as file:
+        demo = yaml.safe_load(file)
     path = os.path.join(folder, "one-step.yml")
     with open(path, "w", encoding="utf-8") as file:
-        yaml.safe_dump(own, file)
+        yaml.safe_dump({**demo, **own}, file)
     return path
 
 
@@ -78,7 +83,7 @@ def measure(started: Dict[str, List[str]], repeats: int) -> Dict[str, List[float
 def seconds(command: Sequence[str], line: Optional[str] = None) -> float:
     """From the start of a Python process to its end, or to the first line of its output that begins with `line`.
 
-    Raises CalledProcessError if it fails, ValueError if it ends without that line.
+    Raises StartError if it fails or ends without that line.
     """
     start = time.perf_counter()
     seen, output = None, []
