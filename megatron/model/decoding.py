@@ -18,7 +18,7 @@ from megatron.model.attention.cache import KVCache, LayerKVCache, is_te_attentio
 from megatron.model.attention.core import decode
 from megatron.model.attention.qkv import split_qkv
 from megatron.model.compiling import wants_compile
-from megatron.model.few_rows import linear
+from megatron.model.few_rows import MOST_ROWS, linear
 from megatron.model.rotary import rotary_frequencies
 from megatron.model.transformer import ParallelTransformerLayer, TiedLogits, soft_cap
 from megatron.neox_arguments.layer_attention import RotarySettings
@@ -44,16 +44,26 @@ def compiler(neox_args) -> Optional[Callable]:
     if neox_args.compile is not True or not wants_compile(neox_args):
         return None
     print_rank_0("> compiling the step that generates a token: 10 to 20 s, cached for the next run")
-    return partial(torch.compile, fullgraph=True, dynamic=False, isolate_recompiles=True, options=_OPTIONS)
+    # torch.compile takes the filter out of the options that it is given.
+    return lambda function: torch.compile(function, fullgraph=True, dynamic=False, options=dict(_OPTIONS), **_ISOLATED)
 
 
 _OPTIONS = {
     "cpp.enable_floating_point_contract_flag": "fast",  # one instruction for product and sum: up to 1.15 x faster
     "realize_reads_threshold": 1,  # a norm is computed once, not again for each row of the weight that it meets
-    "guard_filter_fn": lambda guards: [guard.name.startswith(_MAY_CHANGE) for guard in guards],
+    "guard_filter_fn": lambda guards: [_may_change(guard.name) for guard in guards],
 }
-_MAY_CHANGE = ("L['x']", "L['cache']", "L['place']")
-"""What a compiled layer checks at each call: one function is made for each kind of layer, so its modules are not."""
+"""inductor's settings, and what is checked at each call. A kind of layer has a compiled function of its own; checking
+all modules of every layer, too, would take as long as a tenth of their work."""
+
+
+def _may_change(name: str) -> bool:
+    """Of what a guard checks: an argument that is not always the same, or a relation of sizes, which has no name."""
+    return name.removeprefix("L['").startswith(("x", "cache", "place")) or not name
+
+
+_ISOLATED = dict(isolate_recompiles=True, recompile_limit=4 * MOST_ROWS)
+"""Functions of different kinds and models know nothing of each other. A number of rows is a compilation."""
 
 
 class Place(NamedTuple):
@@ -76,7 +86,6 @@ class DecodingStep:
     """
 
     def __init__(self, neox_args, layers: List[Tuple[int, Callable]], compiler: Optional[Callable] = None):
-        self._neox_args = neox_args
         modules = [layer for _, layer in layers]
         self._embedding, self._norm, self._head = modules[0], modules[-2].norm, _head(modules[-1])
         self._layers = [layer for layer in modules if isinstance(layer, ParallelTransformerLayer)]
@@ -93,8 +102,14 @@ class DecodingStep:
         settings = {layer.attention.function.rotary for layer in self._layers} - {None}
         return all(position < each.positions and not _crosses(each, position) for each in settings)
 
+    def is_watched(self) -> bool:
+        """Whether a hook waits for what some module gives: hooks see the layers' own forward passes only."""
+        modules = (module for layer in (*self._layers, self._norm) for module in layer.modules())
+        return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+
     def __call__(self, tokens: torch.Tensor, position_ids: torch.Tensor, cache: KVCache) -> torch.Tensor:
-        hidden = self._embedding((tokens, position_ids)).transpose(0, 1)  # [b, 1, h] -> [1, b, h]
+        hidden = self._embedding((tokens, position_ids))  # [b, 1, h]
+        hidden = hidden.view(1, *hidden.shape[::2])  # [1, b, h], as every layer returns it, strides included
         for layer, run, place in zip(self._layers, self._run_layer, self._places(cache), strict=True):
             hidden = run(layer, hidden, cache[layer.layer_number], place)
         return self._run_head(self._norm, hidden, *self._head)[0]

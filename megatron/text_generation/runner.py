@@ -32,6 +32,7 @@ class InferenceRunner:
         self.cache: Optional[KVCache] = None
         self._cache_size: Tuple[int, int] = (0, 0)
         self._step = _decoding_step(neox_args, self.layers)
+        self._is_watched = False
 
     @classmethod
     def of(cls, neox_args, model) -> "InferenceRunner":
@@ -50,6 +51,7 @@ class InferenceRunner:
         Raises ConfigError for settings of the cache when there is to be none.
         """
         check_cache_settings(self.neox_args, use_cache)
+        self._is_watched = self._step is not None and self._step.is_watched()
         if not use_cache:
             self.cache, self._cache_size = None, (0, 0)
             return
@@ -113,7 +115,7 @@ class InferenceRunner:
 
     def _steps(self) -> bool:
         """Whether a single token goes through the step made for it."""
-        if self._step is None or self.cache is None or self.cache.length == 0:
+        if self._step is None or self._is_watched or self.cache is None or self.cache.length == 0:
             return False
         return self._step.covers(self.cache.length)
 

@@ -133,8 +133,11 @@ def _next_tokens(neox_args, runner, batch, fed: range, settings, generator, step
 
 def _choose_or_mark(logits: torch.Tensor, settings: SamplingSettings, generator) -> torch.Tensor:
     """`choose_tokens`, with _NOT_FINITE for rows that have infinities or NaN, from which no choice means anything."""
-    broken = ~logits.isfinite().all(dim=-1)
-    return choose_tokens(logits.masked_fill(broken[:, None], 0), settings, generator).masked_fill(broken, _NOT_FINITE)
+    least, most = logits.aminmax(dim=-1)
+    broken = ~(least.isfinite() & most.isfinite())  # NaN is both, in a row that has one
+    if not settings.greedy:  # cannot draw from such a row at all
+        logits = logits.masked_fill(broken[:, None], 0)
+    return choose_tokens(logits, settings, generator).masked_fill(broken, _NOT_FINITE)
 
 
 class _Batch:

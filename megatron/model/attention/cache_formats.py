@@ -77,6 +77,11 @@ def bytes_per_head(form: ModelFormat, head_dim: int) -> int:
     return sum(width * dtype.itemsize for width, dtype in form.parts(head_dim))
 
 
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """x for operations that know nothing of 8-bit floats and only move them."""
+    return x.view(torch.uint8) if x.dtype is torch.float8_e4m3fn else x
+
+
 class TokenRing:
     """The last `capacity` tokens, [capacity, b, heads, d] in a format; token i of the sequence is in slot i % capacity.
 
@@ -116,7 +121,7 @@ class TokenRing:
         The slot is no number, and nothing depends on it: a compiled step serves every token.
         """
         for part, new in zip(self.parts, self._format.encode(x), strict=True):
-            part.index_copy_(0, slot, new.to(part.dtype))
+            _bits(part).index_copy_(0, slot, _bits(new.to(part.dtype)))
         return self._format.decode(tuple(part[:stored] for part in self.parts))
 
     def extend(self, oldest: int, start: int, x: torch.Tensor) -> torch.Tensor:

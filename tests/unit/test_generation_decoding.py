@@ -1,0 +1,203 @@
+"""The step that generates one token: against the layers' own forward passes, and its parts against fp64."""
+
+import pytest
+import torch
+
+from megatron.model import decoding
+from megatron.model.attention.core import decode
+from megatron.model.few_rows import MOST_ROWS, linear
+from megatron.model.gpt2_model import build_model
+from megatron.text_generation import InferenceRunner
+from tests.helpers import geometries
+from tests.helpers.configs import tiny_args
+from tests.helpers.tolerances import assert_close
+
+PROMPT, STEPS = 5, 6
+LENGTH = PROMPT + STEPS
+LLAMA3 = dict(type="llama3", factor=4.0, original_max_position_embeddings=8, low_freq_factor=1.0, high_freq_factor=4.0)
+DYNAMIC = dict(type="dynamic", factor=2.0, original_max_position_embeddings=8)
+
+SMALL = dict(init_method_std=0.05)
+"""For half precision: logits of order one, as the tolerances want them."""
+
+OPTIONS = {
+    "rotary": dict(),
+    "quarter": dict(rotary_pct=0.25, **geometries.QUOTIENT),
+    "learned": dict(pos_emb="learned"),
+    "sinusoidal": dict(pos_emb="sinusoidal"),
+    "none": dict(pos_emb="none"),
+    "mha": geometries.MHA,
+    "mqa": geometries.MQA,
+    "joint": dict(use_qk_layernorm=True),
+    "per_head": dict(qk_norm_type="per_head", norm="rmsnorm"),
+    "full": dict(qk_norm_type="full_width", norm="rmsnorm", norm_placement="post"),
+    "window": dict(sliding_window_width=3),
+    "window_and_full": dict(
+        sliding_window_width=4,
+        layer_types=["sliding_attention", "full_attention"],
+        rotary_emb_base={"sliding_attention": 1000.0, "full_attention": 50000.0},
+    ),
+    "softcaps": dict(attn_logit_softcap=2.0, final_logit_softcap=3.0, norm="rmsnorm", norm_placement="sandwich"),
+    "scale": dict(softmax_scale=0.6, apply_query_key_layer_scaling=True, precision="fp16", **SMALL),
+    "residual": dict(gpt_j_residual=True),
+    "residual_tied": dict(gpt_j_residual=True, gpt_j_tied=True),
+    "biases_and_gate": dict(activation="swiglu", use_bias_in_output_layer=True),
+    "no_biases": dict(use_bias_in_attn_linear=False, use_bias_in_mlp=False, norm="scalenorm"),
+    "tied": dict(no_weight_tying=False, final_logit_softcap=3.0, embedding_multiplier=2.0),
+    "no_rope": dict(no_rope_layers=[0, 1]),
+    "int8": dict(kv_cache_dtype="int8"),
+    "fp8_window": dict(kv_cache_dtype="fp8_e4m3", sliding_window_width=3),
+    "llama3": dict(rope_scaling=LLAMA3),
+    "dynamic": dict(rope_scaling=DYNAMIC),
+    "bf16": dict(precision="bfloat16", norm="rmsnorm", activation="geglu", **SMALL),
+    "dropout": dict(hidden_dropout=0.5, attention_dropout=0.5),
+}
+
+
+def model_and_args(**settings):
+    """Weights wide enough for every part to matter."""
+    settings = {
+        **(geometries.WIDE_NON_DIVISIBLE if "hidden_size" not in settings else {}),
+        **dict(init_method="normal", init_method_std=0.2, output_layer_init_method="normal"),
+        **settings,
+    }
+    args = tiny_args(**settings)
+    model = build_model(args).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases start at 0, scales at 1
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.03)
+    return model, args
+
+
+def logits_of_steps(args, model, tokens, use_step=True):
+    """[steps, b, v]: what predicts each token after the prompt, the same tokens fed whatever the logits say."""
+    runner = InferenceRunner(args, model)
+    if not use_step:
+        runner._step = None
+    runner.start(len(tokens), tokens.shape[1])
+    logits = [runner.next_token_logits(tokens[:, :PROMPT], positions(0, PROMPT, tokens))]
+    for index in range(PROMPT, tokens.shape[1]):
+        logits.append(runner.next_token_logits(tokens[:, index : index + 1], positions(index, index + 1, tokens)))
+    return torch.stack(logits)
+
+
+def positions(start, end, tokens):
+    return torch.arange(start, end).expand(len(tokens), -1)
+
+
+def some_tokens(batch, length=LENGTH):
+    return torch.randint(0, 128, (batch, length), generator=torch.Generator().manual_seed(batch))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_the_step_computes_what_the_layers_compute(option, monkeypatch):
+    model, args = model_and_args(**OPTIONS[option])
+    steps = counted_steps(monkeypatch)
+    for batch in (1, 3, MOST_ROWS + 1):
+        tokens = some_tokens(batch)
+        expected = logits_of_steps(args, model, tokens, use_step=False)
+        assert not steps
+        assert_close(logits_of_steps(args, model, tokens), expected, what=f"{option}, {batch} rows")
+        assert len(steps) == STEPS
+        steps.clear()
+
+
+def counted_steps(monkeypatch):
+    steps, run = [], decoding.DecodingStep.__call__
+    monkeypatch.setattr(decoding.DecodingStep, "__call__", lambda *args: (steps.append(1), run(*args))[1])
+    return steps
+
+
+@pytest.mark.parametrize("settings", [dict(pos_emb="alibi"), dict(pos_emb="rpe")], ids=str)
+def test_biases_of_scores_are_left_to_the_layers(settings, monkeypatch):
+    model, args = model_and_args(**settings)
+    assert settings["pos_emb"] in decoding.refusal(args)
+    assert InferenceRunner(args, model)._step is None
+
+
+def test_hooks_see_every_token(monkeypatch):
+    model, args = model_and_args()
+    steps, seen = counted_steps(monkeypatch), []
+    hook = model.local_layers()[3][1].mlp.register_forward_hook(lambda *_: seen.append(1))
+    logits = logits_of_steps(args, model, some_tokens(2))
+    assert len(seen) == 1 + STEPS and not steps
+    hook.remove()
+    assert_close(logits_of_steps(args, model, some_tokens(2)), logits)
+    assert len(steps) == STEPS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 2, MOST_ROWS, MOST_ROWS + 1])
+def test_linear_of_few_rows(rows, dtype):
+    generator = torch.Generator().manual_seed(rows)
+    onednn = torch._C._get_mkldnn_enabled()
+    for outputs in (1, 6, 37):
+        x, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((1, rows, 40), (outputs,)))
+        weight = torch.randn(outputs, 40, generator=generator).div(8).to(dtype)
+        expected = torch.einsum("sbi,oi->sbo", x.double(), weight.double())
+        for actual, wanted in ((linear(x, weight), expected), (linear(x, weight, bias), expected + bias.double())):
+            assert actual.dtype is dtype
+            assert_close(actual, wanted.to(dtype), what=f"{outputs} outputs")
+    assert torch._C._get_mkldnn_enabled() == onednn
+
+
+@pytest.mark.parametrize("form", [decode._products, decode._sums])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("key_heads", [2, 6])
+def test_attention_of_one_token(form, dtype, softcap, key_heads):
+    generator = torch.Generator().manual_seed(key_heads)
+    tokens, batch, heads, value_heads, width = 9, 3, 6, 2, 10
+    q, k, v = (
+        torch.randn(n, batch, m, width, generator=generator).to(dtype)
+        for n, m in ((1, heads), (tokens, key_heads), (tokens, value_heads))
+    )
+    keys, values = (x.double().repeat_interleave(heads // x.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bnd,tbnd->bnt", q[0].double(), keys) * 0.7
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    expected = torch.einsum("bnt,tbnd->bnd", scores.softmax(-1), values)
+    assert_close(form(q, k, v, 0.7, softcap).view(batch, heads, width), expected.to(dtype))
+
+
+def greedy(args, model, prompt, steps, use_step=True):
+    """Tokens [b, steps] after prompt [b, s]."""
+    runner = InferenceRunner(args, model)
+    if not use_step:
+        runner._step = None
+    return continued(runner, prompt, steps)
+
+
+def continued(runner, prompt, steps):
+    runner.start(len(prompt), prompt.shape[1] + steps)
+    fed, chosen = prompt, []
+    for _ in range(steps):
+        end = prompt.shape[1] + len(chosen)
+        logits = runner.next_token_logits(fed, positions(end - fed.shape[1], end, prompt))
+        chosen.append(logits.argmax(-1))
+        fed = chosen[-1].unsqueeze(1)
+    return torch.stack(chosen, 1)
+
+
+def test_compiled_steps_generate_the_same_tokens_with_one_compilation_of_each_kind():
+    settings = dict(
+        **dict(sliding_window_width=4, layer_types=["sliding_attention", "full_attention"] * 2, num_layers=4),
+        **dict(attn_logit_softcap=5.0, qk_norm_type="per_head", norm="rmsnorm", activation="swiglu"),
+    )
+    model, args = model_and_args(**settings)
+    runner = InferenceRunner(args.update(compile=True), model)
+    expected = {steps: greedy(args, model, some_tokens(2, 3), steps, use_step=False) for steps in (9, 20)}
+    assert len(expected[20].unique()) > 10, "the model repeats itself: a weak test"
+    torch._dynamo.utils.counters.clear()
+    for steps in expected:
+        assert torch.equal(continued(runner, some_tokens(2, 3), steps), expected[steps])
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert compiled == 3, "two kinds of layers and the head, for every token and length"
+
+
+def test_compiled_bf16_with_an_int8_cache_at_several_batch_sizes():
+    model, args = model_and_args(precision="bfloat16", kv_cache_dtype="int8", num_layers=1, **SMALL)
+    fast = args.update(compile=True)
+    for batch in (1, MOST_ROWS + 1):
+        tokens = some_tokens(batch)
+        expected = logits_of_steps(args, model, tokens, use_step=False)
+        assert_close(logits_of_steps(fast, model, tokens), expected, what=f"{batch} rows")
