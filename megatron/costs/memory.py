@@ -174,9 +174,9 @@ def _logit_bytes(neox_args, batch: Batch) -> int:
 
 def fused_loss_bytes(neox_args, batch: Batch) -> int:
     """The most that FusedLinearCrossEntropy has at one time, without its input. In the forward pass: a chunk's logits
-    [n, v / p]; with a soft cap their slope, and another two while it is made; the fp32 softmax, on the CPU of some rows
-    at a time, or a part of the weight's gradient; and the sums of the gradients, which remain. In the backward pass
-    these sums and the gradients that are made of them."""
+    [n, v / p], with a soft cap their slope, the fp32 softmax (on the CPU of some rows at a time) or a part of the
+    weight's gradient, and the sums of the gradients, which remain. In the backward pass these and what is made of them.
+    """
     c, columns = batch.number_bytes, share(neox_args.padded_vocab_size, batch.ranks)
     size = min(neox_args.fused_loss_chunk, batch.tokens)
     several = size < batch.tokens
@@ -186,7 +186,7 @@ def fused_loss_bytes(neox_args, batch: Batch) -> int:
     rows = max(1, IN_CACHE // columns) if batch.device == "cpu" else size
     softmax = (4 if c == 4 else 8) * min(rows, size) * columns
     product = c * min(weight, 2 * IN_CACHE) if several and c < 4 else 0
-    forward = chunk + max(3 * chunk if capped else 0, (chunk if capped else 0) + max(softmax, product))
+    forward = chunk * (2 if capped else 1) + max(softmax, product)
     return sums + max(forward, c * (batch.tokens * neox_args.hidden_size + weight))
 
 

@@ -121,7 +121,7 @@ def _cap(logits: torch.Tensor, cap: Optional[float]) -> Optional[torch.Tensor]:
     if cap is None:
         return None
     bent = logits.div_(cap).tanh_()
-    slope = 1 - bent * bent
+    slope = (bent * bent).neg_().add_(1)
     bent.mul_(cap)
     return slope
 
@@ -132,8 +132,8 @@ def _losses(logits: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
     Each rank takes the softmax over its shard. With z its normaliser and Z that of all ranks, exp(z - Z) of it is the
     rank's part of the whole softmax.
     """
-    rows = chunk.rows.unsqueeze(-1)
-    picked = logits.gather(-1, rows).squeeze(-1).float()  # [k]
+    at_labels = torch.arange(len(logits), device=logits.device), chunk.rows
+    picked = logits[at_labels].float()  # [k]
     own = _softmax(logits)
     normaliser, at_label = own, picked * chunk.owned
     if get_model_parallel_world_size() > 1:
@@ -142,23 +142,23 @@ def _losses(logits: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
         normaliser = largest + exponentials.log()
         logits *= (own - normaliser).exp().unsqueeze(-1)
     probability = (picked - normaliser).exp()
-    logits.scatter_(-1, rows, (probability - chunk.owned.float()).to(logits.dtype).unsqueeze(-1))
+    logits[at_labels] = (probability - chunk.owned.float()).to(logits.dtype)  # scatter_ would copy all to fp32
     return ((normaliser - at_label) * chunk.weights).sum()
 
 
 def _softmax(logits: torch.Tensor) -> torch.Tensor:
-    """Softmax over the last dimension, in place, computed in fp32; returns the log of the normalisers, fp32 [k].
-
-    The normaliser follows from the largest logit and its probability, which cannot be 0.
-    """
+    """Softmax over the last dimension, in place, computed in fp32; returns the log of the normalisers, fp32 [k]."""
     size = max(1, IN_CACHE // logits.shape[-1]) if logits.device.type == "cpu" else len(logits)
-    normalisers = []
-    for block in logits.split(size):
-        values = block.float()
-        softmax = torch.softmax(values, -1)
-        normalisers.append(values.amax(-1) - softmax.amax(-1).log())
-        block.copy_(softmax)
-    return torch.cat(normalisers)
+    return torch.cat([_softmax_at_once(block) for block in logits.split(size)])
+
+
+def _softmax_at_once(logits: torch.Tensor) -> torch.Tensor:
+    """The normaliser follows from the largest logit and its probability, which cannot be 0."""
+    values = logits.float()
+    softmax = torch.softmax(values, -1)
+    normaliser = values.amax(-1) - softmax.amax(-1).log()
+    logits.copy_(softmax)
+    return normaliser
 
 
 class _Gradients:
