@@ -115,11 +115,15 @@ def runner_args(args: Any) -> List[str]:
         flags.pop("num_gpus", None)
         flags.pop("num_nodes", None)
     result = [part for name, value in flags.items() for part in _flag(name, value)]
-    values = {**args.given(), "global_num_gpus": args.global_num_gpus}
     if slurm_options:
         result.append(f"--launcher_args={shlex.join(slurm_options)}")
-    configs = ["--deepspeed_config", encode(args.deepspeed_config), "--megatron_config", encode(values)]
-    return [*result, args.user_script, *configs]
+    return [*result, args.user_script, *rank_args(args)]
+
+
+def rank_args(args: Any) -> List[str]:
+    """The flags from which each process reads its configuration; see parse_rank."""
+    values = {**args.given(), "global_num_gpus": args.global_num_gpus}
+    return ["--deepspeed_config", encode(args.deepspeed_config), "--megatron_config", encode(values)]
 
 
 def _flag(name: str, value: Any) -> List[str]:

@@ -1,4 +1,4 @@
-"""Start a script on every process a config asks for, through DeepSpeed's launcher."""
+"""Start a script on every process a config asks for: on this machine's CPUs, else through DeepSpeed's launcher."""
 
 import contextlib
 import hashlib
@@ -11,6 +11,8 @@ from typing import Any, List, Optional, Sequence
 
 from megatron.errors import NeoXError
 from megatron.neox_arguments.arguments import NeoXArgs
+from megatron.neox_arguments.command_line import rank_args
+from megatron.neox_arguments.local_launch import run_local
 from megatron.neox_arguments.resources import count_gpus, hostfile_path
 
 _QUIET = ("--log_level", "critical")
@@ -26,22 +28,37 @@ def launch(input_args: Optional[Sequence[str]] = None) -> None:
     Raises ConfigError before any process is started; SystemExit with the exit code of the rank that failed, or with
     128 + the signal's number if a signal ended the run.
     """
-    args = NeoXArgs.consume_deepy_args(input_args)
-    command = prepare(args)
+    args = prepare(NeoXArgs.consume_deepy_args(input_args))
     with _watched_children() as children:
-        code = _run_deepspeed(command)
-    code = next((child.returncode for child in children if child.returncode), code)
+        if _is_on_these_cpus(args):
+            code = _run_here(args)
+        else:
+            code = _run_deepspeed(args.get_deepspeed_main_args())
+            code = next((child.returncode for child in children if child.returncode), code)
     number = _fatal_signal(code)
     if number:
         print(f"error: a process was ended by {signal.Signals(number).name}", file=sys.stderr, flush=True)
     sys.exit(128 + number if number else code)
 
 
+def _is_on_these_cpus(args: NeoXArgs) -> bool:
+    elsewhere = args.force_multi or args.deepspeed_slurm or args.deepspeed_mpi or hostfile_path(args.hostfile)
+    return not elsewhere and not count_gpus()
+
+
+def _run_here(args: NeoXArgs) -> int:
+    try:
+        return run_local(args.user_script, rank_args(args), args.global_num_gpus, args.master_port)
+    except OSError as error:
+        raise NeoXError(f"the processes could not be started: {error}") from None
+
+
 def _run_deepspeed(command: List[str]) -> int:
+    """Its own messages are switched off: it would print the whole encoded config several times."""
     from deepspeed.launcher import runner
 
     try:
-        runner.main(command)
+        runner.main([*_QUIET, *command])
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 1
     except (RuntimeError, ValueError, OSError, subprocess.CalledProcessError) as error:
@@ -59,21 +76,17 @@ def _fatal_signal(code: int) -> int:
     return number if number in _FATAL_SIGNALS else 0
 
 
-def prepare(args: NeoXArgs) -> List[str]:
-    """Set up the environment the processes inherit; return the argument list for DeepSpeed's launcher.
-
-    The launcher's own messages are switched off: it would print the whole encoded config several times. Exit codes
-    are reported by `launch`.
-    """
+def prepare(args: NeoXArgs) -> NeoXArgs:
+    """Set up the environment that the processes inherit; return the arguments with a port and a number of processes."""
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", extensions_folder())
     if hostfile_path(args.hostfile) is not None:
-        return [*_QUIET, *args.get_deepspeed_main_args()]
+        return args
     changes = {} if args.given().get("master_port") else {"master_port": free_port()}
     if not count_gpus():
         os.environ["DS_ACCELERATOR"] = "cpu"
         os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(args.global_num_gpus)))
         changes["num_gpus"] = args.global_num_gpus
-    return [*_QUIET, *args.update(**changes).get_deepspeed_main_args()]
+    return args.update(**changes)
 
 
 def threads_per_process(processes: int) -> int:
