@@ -10,11 +10,13 @@ Names of older versions become today's here, so that nothing else has to know th
 
 import os
 import re
+import zipfile
 from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Set, Tuple
 
 import torch
 
 from megatron.checkpointing.legacy import current_names, is_saved_tensor, names_before, stacks_branches
+from megatron.checkpointing.pages import forget_pages
 from megatron.checkpointing.safe_load import Checksums, load_file, verify_file
 from megatron.checkpointing.stamp import checkpoint_config, read_stamp
 from megatron.checkpointing.zero3 import PartitionedWeights, model_states_path
@@ -162,8 +164,19 @@ class CheckpointReader:
                 self._checked.update((tp_rank, other) for other in _in_same_memory(module, name))
 
     def release(self) -> None:
-        """Give back the memory of file pages that were read: files are opened anew when they are needed."""
-        self._rank_states, self._modules, self._last_layers = {}, {}, {}
+        """Give back the memory of file pages that were read."""
+        self._last_layers = {}
+        for rank in list(self._modules):
+            if not self._forget_pages(rank):  # then they are given back by closing the file; it is opened anew
+                self._rank_states.pop(rank, None)
+                del self._modules[rank]
+
+    def _forget_pages(self, tp_rank: int) -> bool:
+        """Files of all layers stay open, because to read what is in one takes some 20 ms."""
+        if self.is_partitioned or not zipfile.is_zipfile(self._rank_path(tp_rank)):  # no other file is mapped
+            return False
+        values = self._module(tp_rank).values()
+        return forget_pages(value for value in values if isinstance(value, torch.Tensor))
 
     def stamp(self) -> Optional[Dict[str, Any]]:
         """The head-geometry record, or None."""

@@ -105,6 +105,8 @@ class Shards:
     def piece(self, index: int, name: str, whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
         """One rank's share of a whole parameter: inverse of `join`. A tensor of its own, or `whole` itself.
 
+        On the meta device only its shape is worked out: torch.cat is written in Python there, and slow to start.
+
         Raises CheckpointError if the parameter does not fit the config or does not split evenly.
         """
         if ranks == 1:
@@ -117,6 +119,9 @@ class Shards:
         size = whole.shape[rule.dim]
         self._check_size(index, name, rule, size)
         self._check_ranks(index, name, rule, size, ranks)
+        if whole.is_meta:
+            share = sum(mpu.share_sizes(rule.groups or [size], rank, ranks))
+            return whole.new_empty((*whole.shape[: rule.dim], share, *whole.shape[rule.dim + 1 :]))
         return mpu.shard(whole, rule.dim, rank, ranks, rule.groups)
 
     def split(self, index: int, name: str, whole: torch.Tensor, ranks: int) -> List[torch.Tensor]:

@@ -10,14 +10,13 @@ import pickle
 import sys
 from collections import OrderedDict
 from io import BytesIO
-from typing import IO, Any, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Mapping, NamedTuple, Optional, Tuple
 
 import torch
 
 from megatron.checkpointing.folders import sync_folder
+from megatron.checkpointing.output_file import OutputFile
 from megatron.errors import CheckpointError
-
-_PIECE = 1 << 17
 
 _PICKLE_PROTOCOL = 2
 """torch.save's."""
@@ -87,13 +86,13 @@ class _Output:
         self._error: Optional[OSError] = None
         self._given_up = False
         with _disk_errors(path):
-            self._file = open(path, "wb")
+            self._file = OutputFile(path)
 
     def write(self, contents: Any) -> int:
         """As a file's, until something goes wrong; then nothing is written any more."""
         if self._error is None and not self._given_up:
             try:
-                write_in_pieces(self._file, contents)
+                self._file.write(contents)
             except OSError as error:
                 self._error = error
         return len(contents)
@@ -130,14 +129,6 @@ def sync_files(folder: str) -> None:
             with _disk_errors(path), open(path, "rb+") as file:
                 os.fsync(file.fileno())
     sync_folder(folder)
-
-
-def write_in_pieces(file: IO[bytes], contents: Any) -> None:
-    """Write bytes in calls of 128 KiB, as cp does: for large ones Linux looks for large pages, which took it three to
-    eight times as long where this was measured (6.18, ext4)."""
-    view = memoryview(contents)
-    for start in range(0, len(view), _PIECE):
-        file.write(view[start : start + _PIECE])
 
 
 class _Storage(NamedTuple):

@@ -6,11 +6,11 @@ a JSON table of names, dtypes, shapes and offsets, and the tensors' bytes one af
 
 import json
 import os
-from typing import IO, Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
-from megatron.checkpointing.streamed_file import write_in_pieces
+from megatron.checkpointing.output_file import OutputFile
 from megatron.convert.hf_source import DTYPES
 from megatron.errors import ConversionError
 
@@ -43,7 +43,7 @@ class HFWriter:
         ]
         self._todo = [(number, item) for number, shard in enumerate(self._shards) for item in shard]
         self._next = 0
-        self._file: Optional[IO[bytes]] = None
+        self._file: Optional[OutputFile] = None
         self._open_shard = -1
 
     def __enter__(self) -> "HFWriter":
@@ -70,15 +70,14 @@ class HFWriter:
         while self._open_shard < shard:
             self._start_next()
         if tensor.numel():
-            contents = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-            write_in_pieces(self._file, contents)
+            self._file.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
         self._next += 1
         return tensor.nbytes
 
     def _start_next(self) -> None:
         self._close()
         self._open_shard += 1
-        self._file = open(os.path.join(self._folder, self._names[self._open_shard]), "wb")
+        self._file = OutputFile(os.path.join(self._folder, self._names[self._open_shard]))
         self._file.write(_header(self._shards[self._open_shard]))
 
     def _close(self) -> None:

@@ -6,7 +6,7 @@ OUT/huggingface/                   the source's tokenizer, config.json and gener
 """
 
 import os
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
@@ -118,7 +118,8 @@ class _HFWeights:
         self._lines: Dict[int, List[Line]] = {}
         for line in lines:
             self._lines.setdefault(line.index, []).append(line)
-        self._merge = Ahead(self._merged_layer, self.layer_indices())
+        ranks = range(self.model_parallel_size)
+        self._state = Ahead(self._split_layer, [(index, rank) for index in self.layer_indices() for rank in ranks])
         self._whole: LayerState = {}
         self._whole_index: Optional[int] = None
 
@@ -135,13 +136,8 @@ class _HFWeights:
         return sorted(self._lines)
 
     def layer_state(self, index: int, tp_rank: int) -> LayerState:
-        """{name: tensor} of one layer on one rank."""
-        if self._whole_index != index:
-            self._whole = {}  # this layer and the next in memory, not the last as well
-            give_back()
-            self._whole, self._whole_index = self._merge(index), index
-        ranks = self.model_parallel_size
-        return {name: self._shards.piece(index, name, whole, tp_rank, ranks) for name, whole in self._whole.items()}
+        """{name: tensor} of one layer on one rank. In memory are this one, the next one, and the layer of that."""
+        return self._state((index, tp_rank))
 
     def verify_layer(self, index: int) -> None:
         """Hugging Face's files have no checksums."""
@@ -150,8 +146,14 @@ class _HFWeights:
         """The settings that GPT-NeoX compares."""
         return {"args": {key: getattr(self._neox_args, key) for key in ARGS_KEYS}}
 
-    def _merged_layer(self, index: int) -> LayerState:
-        return {line.ours: self._merged(line) for line in self._lines[index]}
+    def _split_layer(self, item: Tuple[int, int]) -> LayerState:
+        index, rank = item
+        if self._whole_index != index:
+            self._whole = {}  # one layer, not the last as well
+            give_back()
+            self._whole, self._whole_index = {line.ours: self._merged(line) for line in self._lines[index]}, index
+        ranks = self.model_parallel_size
+        return {name: self._shards.piece(index, name, whole, rank, ranks) for name, whole in self._whole.items()}
 
     def _merged(self, line: Line) -> torch.Tensor:
         whole = line.operation.merge(self._source.read_all(line.theirs), line.widths)

@@ -62,9 +62,7 @@ class PadVocabulary(Operation):
     def merge(self, tensors: Sequence[torch.Tensor], widths: LayerWidths) -> torch.Tensor:
         (table,) = tensors
         missing = widths.padded_vocabulary - table.shape[0]
-        if missing <= 0:
-            return table
-        return torch.cat([table, table[-1:].expand(missing, *table.shape[1:])])
+        return table if missing <= 0 else stack_rows([table, table[-1:].expand(missing, *table.shape[1:])])
 
     def split(self, whole: torch.Tensor, widths: LayerWidths) -> List[torch.Tensor]:
         return [whole[: widths.vocabulary]]
@@ -74,11 +72,16 @@ COPY, QKV, STACK, VOCABULARY = Operation(), FuseQKV(), Stack(), PadVocabulary()
 
 
 def stack_rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """torch.cat, without a copy where the tensors lie one after the other in memory already."""
+    """torch.cat, without a copy where the tensors lie one after the other in memory already.
+
+    On the meta device torch.cat is written in Python, and its first call takes a second.
+    """
     first = tensors[0]
+    if first.is_meta:
+        return first.new_empty((sum(tensor.shape[0] for tensor in tensors), *first.shape[1:]))
     end = first.storage_offset()
     for tensor in tensors:
-        same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and not tensor.is_meta
+        same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
         fits = tensor.dtype == first.dtype and tensor.shape[1:] == first.shape[1:] and tensor.is_contiguous()
         if not (same and fits and tensor.storage_offset() == end):
             return torch.cat(list(tensors))

@@ -72,7 +72,7 @@ def test_sequential_files_are_checked_layer_by_layer(source, tmp_path):
 
 @pytest.mark.parametrize("layout", [(2, 0), (1, 0), (1, 2)])
 def test_file_pages_are_given_back_between_layers(layout, tmp_path, monkeypatch):
-    """Files that many layers are in are closed and opened anew: few of their pages are mapped, and in the end none."""
+    """Few pages of files that many layers are in are in memory, and in the end none that a tensor is in."""
     source = saved(tmp_path / "hf", num_hidden_layers=8, intermediate_size=3000)
     tp, pp = layout
     folder = run_import(source, tmp_path / "ours", model_parallel_size=tp, pipe_parallel_size=pp)
@@ -90,7 +90,7 @@ def test_file_pages_are_given_back_between_layers(layout, tmp_path, monkeypatch)
     assert len(mapped) == 11  # the embedding, 8 layers, the final norm, the output layer
     size = sum(path.stat().st_size for path in Path(folder).glob("*.pt"))
     assert max(mapped) < 0.45 * size, "of the layer just read, and of the next one, twice: checked and read"
-    assert mapped[-1] == 0
+    assert mapped[-1] <= tp * 2**16 < 0.02 * size, "the system maps pages around those that are asked for"
 
 
 def _mapped_bytes(folder):
