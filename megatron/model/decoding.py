@@ -11,6 +11,7 @@ from functools import partial
 from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
+import torch.nn.functional as F
 
 from megatron import mpu
 from megatron.initialize import print_rank_0
@@ -19,6 +20,7 @@ from megatron.model.attention.core import decode
 from megatron.model.attention.qkv import split_qkv
 from megatron.model.compiling import wants_compile
 from megatron.model.few_rows import MOST_ROWS, linear
+from megatron.model.norms import RMSNorm
 from megatron.model.rotary import rotary_frequencies
 from megatron.model.transformer import ParallelTransformerLayer, TiedLogits, soft_cap
 from megatron.neox_arguments.layer_attention import RotarySettings
@@ -51,6 +53,7 @@ def compiler(neox_args) -> Optional[Callable]:
 _OPTIONS = {
     "cpp.enable_floating_point_contract_flag": "fast",  # one instruction for product and sum: up to 1.15 x faster
     "realize_reads_threshold": 1,  # a norm is computed once, not again for each row of the weight that it meets
+    "size_asserts": False,  # of every weight at every call
     "guard_filter_fn": lambda guards: [_may_change(guard.name) for guard in guards],
 }
 """inductor's settings, and what is checked at each call. A kind of layer has a compiled function of its own; checking
@@ -164,7 +167,7 @@ def _layer(layer: ParallelTransformerLayer, x: torch.Tensor, cache: LayerKVCache
 def _attention(attention, x: torch.Tensor, cache: LayerKVCache, place: Place) -> torch.Tensor:
     mixed = linear(x, attention.query_key_value.weight, attention.query_key_value.bias)  # [1, b, (n + 2m)·d]
     q, k, v = split_qkv(mixed, attention.partition, attention.geometry.qkv_layout)
-    q, k = _turned(*attention._normalise(q, k), place)
+    q, k = _turned(*_qk_normed(attention, q, k), place)
     k, v = cache.put(k, v, place.slot, place.seen.shape[0])  # [t, b, m, d]
     function = attention.function
     context = decode.attend(q, k, v, scale=function.softmax_scale, softcap=function.logit_softcap)
@@ -194,11 +197,22 @@ def _kind(layer: ParallelTransformerLayer):
 
 
 def _logits(norm, x: torch.Tensor, weight, bias, softcap: Optional[float]) -> torch.Tensor:
-    return soft_cap(linear(norm(x), weight, bias), softcap)  # [1, b, h] -> [1, b, v]
+    return soft_cap(linear(_normed(norm, x), weight, bias), softcap)  # [1, b, h] -> [1, b, v]
+
+
+def _qk_normed(attention, q: torch.Tensor, k: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    if attention.function.qk_norm == "per_head":
+        return _normed(attention.q_layernorm, q), _normed(attention.k_layernorm, k)
+    return attention._normalise(q, k)
 
 
 def _normed(norm: Optional[torch.nn.Module], x: torch.Tensor) -> torch.Tensor:
-    return x if norm is None else norm(x)
+    """A module's norm; of the most common one torch's function has fewer operations, and the compiler better ones."""
+    if norm is None:
+        return x
+    if type(norm) is RMSNorm and not norm.zero_centered and not torch.compiler.is_compiling():
+        return F.rms_norm(x, norm.shape, norm.scale, norm.eps)
+    return norm(x)
 
 
 def _head(head: Callable) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[float]]:

@@ -141,11 +141,13 @@ def test_linear_of_few_rows(rows, dtype):
     assert torch._C._get_mkldnn_enabled() == onednn
 
 
-@pytest.mark.parametrize("form", [decode._products, decode._sums])
+@pytest.mark.parametrize("form", [decode._products, decode._sums, decode._fused])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("key_heads", [2, 6])
 def test_attention_of_one_token(form, dtype, softcap, key_heads):
+    if form is decode._fused and (softcap or key_heads == 6):
+        pytest.skip("not for torch's kernel")
     generator = torch.Generator().manual_seed(key_heads)
     tokens, batch, heads, value_heads, width = 9, 3, 6, 2, 10
     q, k, v = (
