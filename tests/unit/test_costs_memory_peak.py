@@ -1,7 +1,6 @@
 """The estimated total against the peak of a whole training step, as torch's CPU allocator reports it event by event,
 so that neither the machine nor the system's accounting matters."""
 
-import bisect
 import gc
 
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -55,7 +54,7 @@ def arguments(size, variant):
 
 
 def peak_of_a_step(args) -> int:
-    """Allocated bytes at most during a step, counted since before the model was built.
+    """Allocated bytes at most during a step, of what was allocated since before the model was built.
 
     The least of three steps: now and then the sums of gradients of the step before are still held in one.
     """
@@ -67,15 +66,28 @@ def peak_of_a_step(args) -> int:
         for number in range(2, 5):
             with record_function("a step"):
                 train(args, engine, 1, first=number)
-    events = profiler.profiler.kineto_results.events()
-    starts = sorted(event.start_ns() for event in events if event.name() == "a step")
-    live, peaks = 0, [0] * len(starts)
-    for when, size in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
-        live += size
-        step = bisect.bisect_right(starts, when) - 1
+    tree = profiler.profiler.kineto_results.experimental_event_tree()
+    events = sorted(_all(tree), key=lambda event: event.start_time_ns)
+    owned, live, step, peaks = {}, 0, -1, [0, 0, 0]
+    for event in events:
+        step += event.name == "a step"
+        if event.name != "[memory]":
+            continue
+        pointer, size = event.extra_fields.ptr, event.extra_fields.alloc_size
+        if size > 0:
+            owned[pointer] = size
+        live += size if size > 0 else -owned.pop(pointer, 0)  # what an earlier model leaves may be freed meanwhile
         if step >= 0:
             peaks[step] = max(peaks[step], live)
     return min(peaks)
+
+
+def _all(events):
+    pending = list(events)
+    while pending:
+        event = pending.pop()
+        pending += event.children
+        yield event
 
 
 def _peaks(rank, world_size):
