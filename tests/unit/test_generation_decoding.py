@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron.model import decoding
+from megatron.model.attention.cache_formats import _float8_values, cache_format
 from megatron.model.attention.core import decode
 from megatron.model.few_rows import MOST_ROWS, linear
 from megatron.model.gpt2_model import build_model
@@ -203,3 +204,13 @@ def test_compiled_bf16_with_an_int8_cache_at_several_batch_sizes():
         tokens = some_tokens(batch)
         expected = logits_of_steps(args, model, tokens, use_step=False)
         assert_close(logits_of_steps(fast, model, tokens), expected, what=f"{batch} rows")
+
+
+def test_every_8_bit_float_has_its_value():
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(2, 2, 4, 16)
+    expected = codes.float()
+    assert expected.isnan().sum() == 2
+    by_table = cache_format("fp8_e4m3", torch.float32).decode((codes,))
+    for values in (by_table, _float8_values(codes)):
+        assert torch.equal(values.view(torch.int32)[~expected.isnan()], expected.view(torch.int32)[~expected.isnan()])
+        assert torch.equal(values.isnan(), expected.isnan())

@@ -24,7 +24,7 @@ from tools.bench.workers import Figures, Worker, interleaved, median, median_rat
 PROMPT = 64
 NO_END = -1
 PEER, LAYERS, EAGER, COMPILED = "transformers", "ours, layers", "ours", "ours, compiled"
-CACHES = {"ours, compiled, int8 cache": "int8", "ours, compiled, fp8 cache": "fp8_e4m3"}
+CACHES = {f"ours, compiled, {name} cache": kind for name, kind in (("int8", "int8"), ("fp8", "fp8_e4m3"))}
 WANTED = {"bfloat16": {EAGER: 1.7, COMPILED: 2.5}, "fp32": {EAGER: 1.7, COMPILED: 1.5}}
 """Tokens/s x transformers' at least. Compiled bf16 is also to reach OF_LIMIT."""
 OF_LIMIT = 0.55
