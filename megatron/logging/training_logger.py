@@ -18,6 +18,7 @@ _METRIC_NAMES = {
     "tflops": "runtime/tflops_per_device",
     "mfu": "runtime/mfu",
     "seconds": "runtime/seconds_per_step",
+    "data_ms": "runtime/data_ms_per_step",
 }
 """Names in TensorBoard and W&B; the train/ ones are GPT-NeoX's."""
 
@@ -60,9 +61,9 @@ class TrainingLogger:
     def log_step(self, iteration: int, metrics: Dict[str, Any]) -> None:
         """Count one optimizer step.
 
-        metrics: loss (nats per token), lr, seconds; optional grad_norm, loss_scale, skipped, and `scalars`, a dict
-        of further named figures. Every log_interval steps, and at the last one, the means since the last logged
-        step are shown and written.
+        metrics: loss (nats per token), lr, seconds; optional grad_norm, loss_scale, skipped, data_seconds (waited for
+        the data, on this rank), and `scalars`, a dict of further named figures. Every log_interval steps, and at the
+        last one, the means since the last logged step are shown and written.
         """
         self._interval.add(metrics)
         if self._console is not None:
@@ -86,6 +87,11 @@ class TrainingLogger:
             self._log.write({"iteration": iteration, **{f"{split}_{key}": value for key, value in metrics.items()}})
         curves = {"loss": "lm_loss", "ppl": "lm_loss_ppl", "char_ppl": "lm_loss_char_lvl_ppl"}
         scalars = {f"{names[split]}/{curves[key]}": value for key, value in metrics.items()}
+        for sink in self._sinks:
+            sink.write(scalars, iteration)
+
+    def scalars(self, iteration: int, scalars: Dict[str, float]) -> None:
+        """Points of curves that only TensorBoard and W&B show."""
         for sink in self._sinks:
             sink.write(scalars, iteration)
 
@@ -119,6 +125,7 @@ class TrainingLogger:
             "tokens_per_second": tokens_per_second,
             "tflops": None,
             "seconds": seconds,
+            "data_ms": 1e3 * interval.data_seconds / interval.steps,
         }
         if self._flops_per_token is not None:
             record["tflops"] = tokens_per_second * self._flops_per_token / self._devices / 1e12
@@ -145,11 +152,12 @@ class _Interval:
 
     def __init__(self):
         self.steps = self.counted = self.skipped = 0
-        self.loss = self.seconds = self.last_loss = 0.0
+        self.loss = self.seconds = self.data_seconds = self.last_loss = 0.0
 
     def add(self, metrics: Dict[str, Any]) -> None:
         self.steps += 1
         self.seconds += metrics["seconds"]
+        self.data_seconds += metrics.get("data_seconds", 0.0)
         self.last_loss = metrics["loss"]
         if metrics.get("skipped"):
             self.skipped += 1

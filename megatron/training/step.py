@@ -1,6 +1,7 @@
 """One optimizer step, with or without pipeline."""
 
 import math
+import time
 from typing import Any, Dict, Iterator, Optional
 
 import torch
@@ -16,20 +17,47 @@ def train_step(neox_args, engine, data_iterator: Iterator) -> Dict[str, Any]:
 
     Returns, equal on every rank: loss (mean over micro batches and data-parallel ranks, nats per token), lr (the rate
     of this step), grad_norm (of the whole model, before clipping; None if it was not finite), skipped (the weights
-    were left as they are, because a gradient was not finite), loss_scale (fp16 only, else None).
+    were left as they are, because a gradient was not finite), loss_scale (fp16 only, else None). Of this rank:
+    data_seconds (waited for the data).
     """
     rate = engine.optimizer.param_groups[0]["lr"]
     scale = loss_scale(engine)
     own = engine.neox_grad_norm
     if own is not None:
         own.reset()
+    data = _Waiting(data_iterator)
     if neox_args.is_pipe_parallel:
-        loss = engine.train_batch(data_iter=data_iterator)
+        loss = engine.train_batch(data_iter=data)
     else:
-        loss = _accumulate(neox_args, engine, data_iterator)
+        loss = _accumulate(neox_args, engine, data)
     skipped = not engine.was_step_applied() or (own is not None and own.skipped)
     norm = engine.get_global_grad_norm() if own is None else own.value
-    return dict(loss=float(loss), lr=rate, grad_norm=_finite(norm), skipped=skipped, loss_scale=scale)
+    return dict(
+        loss=float(loss),
+        lr=rate,
+        grad_norm=_finite(norm),
+        skipped=skipped,
+        loss_scale=scale,
+        data_seconds=data.seconds,
+    )
+
+
+class _Waiting:
+    """An iterator that counts the seconds for which it was waited for."""
+
+    def __init__(self, iterator: Iterator):
+        self._iterator = iterator
+        self.seconds = 0.0
+
+    def __iter__(self) -> Iterator:
+        return self
+
+    def __next__(self):
+        started = time.perf_counter()
+        try:
+            return next(self._iterator)
+        finally:
+            self.seconds += time.perf_counter() - started
 
 
 def _accumulate(neox_args, engine, data_iterator: Iterator) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """One optimizer step of the engine without ZeRO, against AdamW, SGD and Lion written out in fp64."""
 
 import math
+import time
 
 import pytest
 import torch
@@ -176,3 +177,25 @@ def test_the_norm_of_a_large_tensor_is_exact(dtype):
     tensors = [torch.full((numel,), 0.3, dtype=dtype) for numel in (1, 4095, 4097, (1 << 24) + 77)]
     wanted = math.sqrt(sum(t[0].double().item() ** 2 * t.numel() for t in tensors))
     assert global_norm(tensors, None).item() == pytest.approx(wanted, rel=1e-6)
+
+
+def slow_data(rank, world_size):
+    from megatron.training import train_step
+    from tests.helpers.engines import _batches
+
+    def slowly(args):
+        for batch in _batches(args, 0):
+            time.sleep(0.05)
+            yield batch
+
+    for pipe in (0, 1):
+        args = arguments("fp32", "sgd", pipe_parallel_size=pipe, gradient_accumulation_steps=2)
+        engine = build_engine(args)
+        engine.train()
+        started = time.perf_counter()
+        waited = train_step(args, engine, slowly(args))["data_seconds"]
+        assert 0.1 <= waited < time.perf_counter() - started, pipe
+
+
+def test_a_step_says_how_long_it_waited_for_its_data(tmp_path):
+    run_distributed(1, slow_data, tmp_path=tmp_path)

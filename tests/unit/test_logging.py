@@ -33,11 +33,13 @@ def test_intervals_and_rates(tmp_path, capsys):
     args = arguments(log_dir=str(tmp_path), peak_theoretical_tflops=1e-9)
     logger = TrainingLogger(args, flops_per_token=10.0)
     for iteration, loss in enumerate([4.0, 2.0, 3.0, 1.0, 0.5], 1):
-        logger.log_step(iteration, metrics(loss, seconds=0.25 if iteration % 2 else 0.75))
+        waited = {"data_seconds": 0.001 * iteration} if iteration < 5 else {}
+        logger.log_step(iteration, metrics(loss, seconds=0.25 if iteration % 2 else 0.75, **waited))
     logger.close()
     records = read_records(tmp_path / "train_log.jsonl")
     assert [(r["iteration"], r["loss"]) for r in records] == [(2, 3.0), (4, 2.0), (5, 0.5)]
     assert records[0]["seconds"] == 0.5
+    assert [r["data_ms"] for r in records] == pytest.approx([1.5, 3.5, 0.0])
     assert records[0]["tokens_per_second"] == 4 * 8 / 0.5
     assert records[0]["tflops"] == pytest.approx(64 * 10 / 1e12)
     assert records[0]["mfu"] == pytest.approx(0.64)
