@@ -17,14 +17,13 @@ class LayerSample:
     """The queries, keys and values of one sequence in one layer, after norm and rotation.
 
     q [s, n, d], k [s, m', d], v [s, m, d]; bias [n, s, s] or None, as added to the scaled scores; the rest as in the
-    kernels' `attend`. output_weight is this layer's output projection [h, n·d].
+    kernels' `attend`.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     scale: float
-    output_weight: torch.Tensor
     window: Optional[int] = None
     softcap: Optional[float] = None
     bias: Optional[torch.Tensor] = None
@@ -40,8 +39,9 @@ def attention_weights(sample: LayerSample) -> torch.Tensor:
     return (scores if hidden is None else scores.masked_fill(hidden, -torch.inf)).softmax(-1)
 
 
-def score_figures(sample: LayerSample, weights: torch.Tensor) -> Dict[str, torch.Tensor]:
-    """Figures by name, one per query head [n] each; weights are `attention_weights` of the sample.
+def score_figures(sample: LayerSample, weights: torch.Tensor, output_weight: torch.Tensor) -> Dict[str, torch.Tensor]:
+    """Figures by name, one per query head [n] each; weights are `attention_weights` of the sample, output_weight is the
+    layer's output projection [h, n·d].
 
     score_std, score_max: spread and largest magnitude of the scaled scores that queries see, with bias, before the cap.
     entropy: of the weights, nats, mean over queries; entropy_share: of the most it could be, log(visible keys).
@@ -54,7 +54,7 @@ def score_figures(sample: LayerSample, weights: torch.Tensor) -> Dict[str, torch
         **_entropies(sample, weights),
         "attention_rank": effective_rank(singular_values(weights)),
         "first_token": _first_token(sample, weights),
-        "output_norm": _output_norm(sample, weights),
+        "output_norm": _output_norm(sample, weights, output_weight),
     }
     if sample.rotary_ndims:
         figures["rotary_share"] = _rotary_share(sample)
@@ -113,10 +113,10 @@ def _first_token(sample: LayerSample, weights: torch.Tensor) -> torch.Tensor:
     return weights[:, seeing, 0].mean(-1) if seeing.any() else weights[:, 0, 0]
 
 
-def _output_norm(sample: LayerSample, weights: torch.Tensor) -> torch.Tensor:
+def _output_norm(sample: LayerSample, weights: torch.Tensor, output_weight: torch.Tensor) -> torch.Tensor:
     heads, width = sample.q.shape[1:]
     context = weights @ _for_queries(sample.v, heads)  # [n, s, d]
-    columns = sample.output_weight.float().unflatten(-1, (heads, width)).permute(1, 2, 0)  # [n, d, h]
+    columns = output_weight.float().unflatten(-1, (heads, width)).permute(1, 2, 0)  # [n, d, h]
     return (context @ columns).norm(dim=-1).mean(-1)
 
 

@@ -66,7 +66,7 @@ HONOURED = frozenset(
     + """
     use_wandb wandb_group wandb_run_name wandb_team wandb_project wandb_host wandb_init_all_ranks log_dir
     tensorboard_dir peak_theoretical_tflops log_interval log_grad_pct_zeros log_param_norm log_grad_norm
-    log_optimizer_states profile profile_step_start profile_step_stop
+    log_optimizer_states log_head_diagnostics profile profile_step_start profile_step_stop
     """.split()
     # Generation.
     + """

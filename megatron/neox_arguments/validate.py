@@ -22,7 +22,7 @@ _POSITIVE = """
     eval_interval log_interval steps_per_print checkpoint_factor checkpoint_num_layers keep_last_n_checkpoints
     exit_interval lr_decay_iters maximum_tokens num_samples weighted_sampler_alpha peak_theoretical_tflops
     attn_logit_softcap final_logit_softcap embedding_multiplier prefill_chunk_size
-    fused_loss_chunk
+    fused_loss_chunk log_head_diagnostics
 """.split()
 _NOT_NEGATIVE = """
     pipe_parallel_size init_method_std gradient_clipping weight_decay eval_iters num_workers temperature top_k

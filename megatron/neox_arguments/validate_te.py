@@ -36,6 +36,7 @@ _ATTENTION_REFUSALS = (
     ("use_qk_layernorm", "has no norm on queries and keys"),
     ("qk_norm_type", "has no norm on queries and keys"),
     ("apply_query_key_layer_scaling", "does the softmax in fp32 and needs no smaller scores"),
+    ("log_head_diagnostics", "does not show its queries and keys"),
     ("rotary_save_freqs_buffer", "keeps no buffer of rotary frequencies"),
     ("kv_cache_dtype", "keeps its own key/value cache, in the model's precision"),
 )

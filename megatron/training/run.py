@@ -13,6 +13,7 @@ from megatron.logging import TrainingLogger, quiet_libraries, tee_output
 from megatron.training.diagnostics import Diagnostics
 from megatron.training.engine import setup_model_and_optimizer
 from megatron.training.evaluation import evaluate
+from megatron.training.head_logging import HeadLog
 from megatron.training.profiling import profiler
 from megatron.training.saving import is_save_iter
 from megatron.training.step import train_step
@@ -70,6 +71,7 @@ class _Run:
         self._stop = stop
         self._health = Health(dynamic_loss_scale=engine.fp16_enabled() and engine.dynamic_loss_scale())
         self._diagnostics = Diagnostics(neox_args, engine)
+        self._heads = HeadLog(neox_args, engine)
         self._saved_at: Optional[int] = neox_args.iteration if _continues(neox_args) else None
         self._evaluated_at: Optional[int] = None
         self.iteration: int = neox_args.iteration
@@ -105,6 +107,7 @@ class _Run:
 
     def _step(self, train: Iterator) -> None:
         self._diagnostics.want(self.iteration + 1)
+        self._heads.want(self.iteration + 1)
         started = time.perf_counter()
         metrics: Dict[str, Any] = train_step(self._args, self._engine, train)
         metrics["seconds"] = time.perf_counter() - started
@@ -112,6 +115,7 @@ class _Run:
         self.iteration += 1
         self._args.iteration = self.iteration
         self._logger.log_step(self.iteration, metrics)
+        self._heads.write(self.iteration, self._logger)
         problem = self._health.check(self.iteration, metrics)
         if problem is not None:
             self._logger.message(problem)

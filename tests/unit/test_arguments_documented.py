@@ -24,6 +24,7 @@ NEW_IN_OLD_GROUPS = {
     "kv_cache_dtype": Optional[Literal["fp8_e4m3", "int8"]],
     "prefill_chunk_size": Optional[int],
     "fused_loss_chunk": Optional[int],
+    "log_head_diagnostics": Optional[int],
     "eval_task_folder": Optional[str],
     "eval_num_fewshot": Optional[int],
     "eval_limit": Optional[int],

@@ -27,17 +27,17 @@ def sample_of(geometry, function, k_heads=None):
     n, d = geometry["num_attention_heads"], geometry["head_dim"]
     m = geometry.get("num_kv_heads", n)
     draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
-    return LayerSample(
+    sample = LayerSample(
         q=draw(TOKENS, n, d) * 2,
         k=draw(TOKENS, k_heads or m, d) * 2,
         v=draw(TOKENS, m, d),
         scale=d**-0.5,
-        output_weight=draw(geometry["hidden_size"], n * d),
         window=function.get("window"),
         softcap=function.get("softcap"),
         bias=draw(n, TOKENS, TOKENS) if function.get("bias") else None,
         rotary_ndims=function.get("rotary_ndims", 0),
     )
+    return sample, draw(geometry["hidden_size"], n * d)
 
 
 def rank_of(values):
@@ -45,7 +45,7 @@ def rank_of(values):
     return np.exp(-(shares * np.log(shares)).sum())
 
 
-def one_head(sample, head):
+def one_head(sample, output_weight, head):
     """Weights and figures of one head by loops over queries."""
     n = sample.q.shape[1]
     q = sample.q[:, head].double().numpy()
@@ -67,7 +67,7 @@ def one_head(sample, head):
             shares.append(entropies[-1] / np.log(len(row)))
     to_first = [i for i in range(1, TOKENS) if sample.window is None or i <= sample.window]
     width = sample.q.shape[2]
-    columns = sample.output_weight[:, head * width : (head + 1) * width].double().numpy()
+    columns = output_weight[:, head * width : (head + 1) * width].double().numpy()
     rotated = [np.square(x[:, : sample.rotary_ndims]).sum() / np.square(x).sum() for x in (q, k)]
     return weights, {
         "score_std": np.std(seen),
@@ -84,35 +84,35 @@ def one_head(sample, head):
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_scores(geometry, function):
-    sample = sample_of(GEOMETRIES[geometry], FUNCTIONS[function])
+    sample, output_weight = sample_of(GEOMETRIES[geometry], FUNCTIONS[function])
     weights = attention_weights(sample)
-    figures = score_figures(sample, weights)
+    figures = score_figures(sample, weights, output_weight)
     for head in range(sample.q.shape[1]):
-        expected_weights, expected = one_head(sample, head)
+        expected_weights, expected = one_head(sample, output_weight, head)
         assert_close(weights[head], torch.from_numpy(expected_weights), FORWARD, f"weights of head {head}")
         assert {name: float(values[head]) for name, values in figures.items()} == pytest.approx(expected, rel=2e-5)
 
 
 def test_keys_of_the_joint_norm_have_a_head_for_each_query_head():
-    sample = sample_of(WIDE_NON_DIVISIBLE, {}, k_heads=6)
+    sample, output_weight = sample_of(WIDE_NON_DIVISIBLE, {}, k_heads=6)
     weights = attention_weights(sample)
     for head in range(6):
-        assert_close(weights[head], torch.from_numpy(one_head(sample, head)[0]), FORWARD, str(head))
+        assert_close(weights[head], torch.from_numpy(one_head(sample, output_weight, head)[0]), FORWARD, str(head))
 
 
 def test_one_token():
-    sample = sample_of(MHA, {})
-    sample = LayerSample(sample.q[:1], sample.k[:1], sample.v[:1], sample.scale, sample.output_weight)
-    figures = score_figures(sample, attention_weights(sample))
+    sample, output_weight = sample_of(MHA, {})
+    sample = LayerSample(sample.q[:1], sample.k[:1], sample.v[:1], sample.scale)
+    figures = score_figures(sample, attention_weights(sample), output_weight)
     assert all(values.isfinite().all() and values.shape == (3,) for values in figures.values())
     assert figures["entropy"].tolist() == [0, 0, 0] and figures["first_token"].tolist() == [1, 1, 1]
 
 
 def test_equal_heads_are_found_and_others_are_not():
-    sample = sample_of(MHA, {})
+    sample, _ = sample_of(MHA, {})
     q, k = sample.q.clone(), sample.k.clone()
     q[:, 2], k[:, 2] = q[:, 0], k[:, 0]
-    alike = similarities(attention_weights(LayerSample(q, k, sample.v, sample.scale, sample.output_weight)))
+    alike = similarities(attention_weights(LayerSample(q, k, sample.v, sample.scale)))
     assert alike[0, 2] == pytest.approx(1, abs=1e-5) and alike[2, 0] == pytest.approx(1, abs=1e-5)
     assert alike[0, 1] < 0.9
 
@@ -143,11 +143,11 @@ def test_gradients_add_up_to_those_of_the_weights():
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(heads, d, h, generator=generator) for heads in (n, m, m))
     out = torch.randn(h, n * d, generator=generator)
-    norms = gradient_figures(q, k, v, out)["gradient_norm"]
+    norms = gradient_figures(q, k, v, out, 3)["gradient_norm"]
     assert float(norms.square().sum()) == pytest.approx(sum(float(x.square().sum()) for x in (q, k, v, out)), rel=1e-5)
-    without = gradient_figures(q * 0, k * 0, v * 0, torch.cat([out[:, :d], out[:, d:] * 0], dim=1))["gradient_norm"]
+    without = gradient_figures(q * 0, k * 0, v * 0, torch.cat([out[:, :d], out[:, d:] * 0], dim=1), 3)["gradient_norm"]
     assert without[0] == pytest.approx(float(out[:, :d].norm()), rel=1e-5) and without[1:].tolist() == [0] * 5
-    shared = gradient_figures(q * 0, k, v * 0, out * 0)["gradient_norm"]
+    shared = gradient_figures(q * 0, k, v * 0, out * 0, 3)["gradient_norm"]
     assert shared[:3].tolist() == pytest.approx([float(k[0].norm()) / 3**0.5] * 3, rel=1e-5)
 
 

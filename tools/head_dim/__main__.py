@@ -14,6 +14,7 @@ COMMANDS = {
     "plan": "what a config costs, whether it fits, and what each backend does with its head_dim",
     "verify": "compare a config, a Hugging Face folder or a checkpoint with published models",
     "from-hf": "write a YAML from a Hugging Face config.json",
+    "inspect": "what the heads of a checkpoint do with a text: figures, a picture, and what is unusual",
     "suggest": "heuristics for choosing head_dim, with their sources",
 }
 """Each is a module of this package with `arguments(parser)` and `run(options) -> exit status`."""

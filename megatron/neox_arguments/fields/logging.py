@@ -79,6 +79,12 @@ class NeoXArgsLogging:
     log_optimizer_states: bool = False
     """Log the L2 norm of each kind of optimizer state, over the share of rank 0."""
 
+    log_head_diagnostics: Optional[int] = None
+    """Every so many steps, log what each attention head does: size and entropy of its scores, effective ranks, gradient
+    norm, and what is unusual about them. Written to head_diagnostics.jsonl and .png in `log_dir` (or `save`), and to
+    TensorBoard and W&B where those are used. It costs such a step a look at one sequence of up to 256 tokens. Null:
+    never. Not with `te_mha`, which does not show its queries."""
+
     log_gradient_noise_scale: bool = False
     """Estimate the gradient noise scale. Refused unless false: not built."""
 

@@ -1,0 +1,123 @@
+"""log_head_diagnostics: the figures of a training step do not depend on how the model is split, and are those of
+autograd's own gradients and of the weights in the checkpoint."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed.test_training_layouts import values_for, write_data
+from tests.helpers.distributed import run_distributed
+from tests.helpers.geometries import MQA, WIDE_NON_DIVISIBLE
+
+LOOK = 2
+MODELS = {
+    "gqa": dict(WIDE_NON_DIVISIBLE, norm="rmsnorm", activation="swiglu", ffn_hidden_size=52, use_qk_layernorm=True),
+    "mqa_alibi": dict(MQA, num_attention_heads=4, pos_emb="alibi"),
+}
+LAYOUTS = {
+    "tp2": dict(model_parallel_size=2),
+    "pp2": dict(pipe_parallel_size=2),
+    "dp2 zero1": dict(zero_optimization={"stage": 1}),
+    "dp2 zero3": dict(zero_optimization={"stage": 3}),
+}
+RUNS = [*(("gqa", layout) for layout in LAYOUTS), ("mqa_alibi", "tp2")]
+"""At two ranks the one key/value head of the second is shared."""
+
+
+@pytest.fixture(scope="module")
+def data_path(tmp_path_factory):
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+def train(rank, world_size, runs):
+    from megatron.neox_arguments import NeoXArgs
+    from megatron.training import pretrain
+
+    for values in runs:
+        pretrain(NeoXArgs.from_dict(values))
+
+
+def values_of(model, data_path, folder, world_size, **layout):
+    settings = dict(train_iters=LOOK, log_head_diagnostics=LOOK, eval_iters=0, do_valid=None, do_test=None)
+    settings = {key: value for key, value in settings.items() if value is not None}
+    return values_for(data_path, folder, world_size, **{**MODELS[model], **settings, **layout})
+
+
+def report_in(folder):
+    (line,) = Path(folder, "head_diagnostics.jsonl").read_text().splitlines()
+    assert Path(folder, "head_diagnostics.png").stat().st_size > 10_000
+    return json.loads(line)
+
+
+@pytest.fixture(scope="module")
+def reports(data_path, tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    one = [values_of(model, data_path, str(root / model), 1) for model in MODELS]
+    run_distributed(1, train, one, tmp_path=root)
+    two = [values_of(model, data_path, str(root / f"{model} {layout}"), 2, **LAYOUTS[layout]) for model, layout in RUNS]
+    run_distributed(2, train, two, tmp_path=root)
+    return {folder.name: report_in(folder) for folder in root.iterdir() if folder.is_dir()}
+
+
+@pytest.mark.parametrize("model, layout", RUNS)
+def test_layouts(reports, model, layout):
+    one, two = reports[model], reports[f"{model} {layout}"]
+    assert [layer["layer"] for layer in two["layers"]] == [0, 1] and two["iteration"] == LOOK
+    for ours, theirs in zip(two["layers"], one["layers"], strict=True):
+        assert list(ours["figures"]) == list(theirs["figures"])
+        for name, values in theirs["figures"].items():
+            np.testing.assert_allclose(ours["figures"][name], values, rtol=2e-3, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_head_has_every_figure(reports, model):
+    heads = MODELS[model]["num_attention_heads"]
+    wanted = {
+        "gradient_norm",
+        "score_std",
+        "score_max",
+        "entropy",
+        "attention_rank",
+        "output_norm",
+        "qk_rank",
+        "ov_norm",
+    }
+    for layer in reports[model]["layers"]:
+        assert wanted <= set(layer["figures"])
+        assert all(len(values) == heads and np.isfinite(values).all() for values in layer["figures"].values())
+        assert ("rotary_share" in layer["figures"]) == (model == "gqa")
+
+
+def test_figures_are_those_of_the_model(tmp_path):
+    """One process, without an engine: autograd's gradients and the definition of attention, by hand."""
+    from megatron.head_diagnostics import HeadDiagnostics
+    from megatron.model.gpt2_model import GPT2ModelSequential, masked_cross_entropy
+    from tests.helpers.attention_reference import split_reference
+    from tests.helpers.configs import tiny_args
+
+    args = tiny_args(**MODELS["gqa"], seed=4)
+    model = GPT2ModelSequential(args)
+    attention = model.sequential[3].attention
+    kernel = attention.kernel
+    diagnostics = HeadDiagnostics(model, tokens=9)
+    diagnostics.begin()
+    tokens = torch.randint(0, 128, (2, 17), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(16).expand(2, 16)
+    loss = masked_cross_entropy(model((tokens[:, :-1], positions)), (tokens[:, 1:], torch.ones(2, 16)))
+    loss.backward()
+    diagnostics.measure()
+    report = diagnostics.report()
+    assert report.tokens == 9
+    n, m, d = 6, 2, 24
+    gradient = attention.query_key_value.weight.grad.mT.reshape(80, 1, -1)
+    q, k, v = (x[:, 0].double() for x in split_reference(gradient, n, m, d))
+    dense = attention.dense.weight.grad.double().reshape(80, n, d)
+    for head in range(n):
+        squares = q[:, head].square().sum() + dense[:, head].square().sum()
+        squares = squares + (k[:, head // 3].square().sum() + v[:, head // 3].square().sum()) / 3
+        assert report.layers[1].figures["gradient_norm"][head] == pytest.approx(float(squares.sqrt()), rel=1e-4)
+    diagnostics.close()
+    assert attention.kernel is kernel
