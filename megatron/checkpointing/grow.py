@@ -45,7 +45,7 @@ def check_growth(neox_args, head_dim: int) -> None:
             "which more dimensions change; only rmsnorm and scalenorm can stay the same function"
         )
     if problems:
-        raise ConversionError("\n".join(problems))
+        raise ConversionError(problems)
 
 
 def grown_settings(neox_args, head_dim: int) -> Dict[str, Any]:

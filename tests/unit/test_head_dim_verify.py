@@ -1,6 +1,9 @@
 """tools/head_dim verify and from-hf: what is recognised, what is reported, and the exit status."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -11,6 +14,7 @@ from tests.helpers.convert_folders import run_import, saved
 from tools.head_dim import published
 from tools.head_dim.__main__ import main
 
+ROOT = Path(__file__).parents[2]
 QWEN3_32B = dict(
     num_layers=64, hidden_size=5120, num_attention_heads=64, num_kv_heads=8, head_dim=128, ffn_hidden_size=25600,
     qk_norm_type="per_head", norm="rmsnorm", activation="swiglu", pos_emb="rotary", rotary_emb_base=1000000,
@@ -136,12 +140,14 @@ def test_hugging_face_configs(tmp_path, capsys, changes, verdict, status):
 def test_a_model_that_cannot_be_held_is_still_recognised(tmp_path, capsys):
     deepseek = dict(
         model_type="deepseek_v3", hidden_size=7168, num_hidden_layers=61, num_attention_heads=128,
-        num_key_value_heads=128, kv_lora_rank=512, intermediate_size=18432, vocab_size=129280,
+        num_key_value_heads=128, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, intermediate_size=18432,
+        vocab_size=129280,
     )  # fmt: skip
     status, report = verify(capsys, hf(tmp_path, **deepseek, head_dim="absent"))
     assert status == 1
     assert "DeepSeek-V3" in report["verdict"]
-    assert "multi-head latent attention is not built" in "".join(report["problems"])
+    assert "kv_lora_rank=512: multi-head latent attention is not built" in report["problems"]  # one a line
+    assert report["numbers"]["head_dim"] == 192 and report["differences"] == []
 
 
 def test_checkpoints(tmp_path, capsys):
@@ -165,7 +171,7 @@ def test_checkpoints(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "text, said",
-    [("{", "cannot be read as JSON"), ("[1]", "holds no mapping"), ('{"model_type": "t5x"}', "t5x")],
+    [("{", "is not JSON"), ("[1]", "holds no mapping"), ('{"model_type": "t5x"}', "t5x")],
 )
 def test_unreadable(tmp_path, capsys, text, said):
     (tmp_path / "config.json").write_text(text)
@@ -192,3 +198,33 @@ def test_from_hf_of_what_cannot_be_held(tmp_path, capsys):
     assert main(["from-hf", str(tmp_path), "-o", str(tmp_path / "out.yml")]) == 2
     assert "mixture of experts is not built" in capsys.readouterr().err
     assert not (tmp_path / "out.yml").exists()
+
+
+def test_wrong_places_say_what_to_name(tmp_path, capsys):
+    """And none is looked at with torch or transformers first."""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    folder = str(hf(tmp_path))
+    for command, path, said in (
+        ("plan", folder, f"is a folder, name YAML files; `python -m tools.head_dim from-hf {folder}` writes one"),
+        ("plan", f"{folder}/config.json", "this is a Hugging Face config, not a YAML file"),
+        ("plan", str(empty), "is a folder, name YAML files\n"),
+        ("verify", str(empty), "neither a config.json nor a checkpoint"),
+        ("from-hf", str(empty), "config.json cannot be read: No such file or directory"),
+    ):
+        assert main([command, path]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_commands_that_need_no_tensors_import_none():
+    """torch alone takes longer than these commands do."""
+    code = """
+import sys
+from tools.head_dim.__main__ import main
+for command in (["verify", "configs/qwen3/qwen3-4B.yml"], ["suggest", "--hidden", "2560", "--heads", "32"]):
+    assert main(command) == 0
+assert main(["from-hf", "nowhere"]) == 2
+print(sorted({"torch", "transformers", "deepspeed", "matplotlib"} & set(sys.modules)))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert run.stdout.splitlines()[-1] == "[]", run.stdout + run.stderr

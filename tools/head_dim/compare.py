@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
@@ -15,14 +16,27 @@ from megatron.neox_arguments import NeoXArgs
 from tools.head_dim.devices import DEVICES
 
 COLUMNS = ("head_dim", "num_attention_heads", "num_kv_heads", "ffn_hidden_size", "query_width")
+SHORT = {
+    "num_attention_heads": "heads",
+    "num_kv_heads": "kv heads",
+    "ffn_hidden_size": "ffn",
+    "query_width": "query width",
+}
 MEASURES = ("parameters", "flops_per_token", "kv_bytes_per_token", "memory_per_rank")
 _COST: Dict[str, Callable[[NeoXArgs], float]] = {"params": costs.num_parameters, "flops": costs.flops_per_token}
 
 
 def run(args: NeoXArgs, options: argparse.Namespace) -> int:
-    """Compare the variants; returns 0. Raises ConfigError for a --sweep that names no setting with values."""
+    """Compare the variants; returns 0.
+
+    Raises ConfigError for a --sweep that names no setting with values or of which no variant is a valid config, and for
+    a --plot that cannot be written.
+    """
     key, values = parse(options.sweep)
+    _check_plot(options.plot)
     rows = [row(args, key, value, options) for value in values]
+    if all("problems" in each for each in rows):
+        raise ConfigError([f"--sweep {key}={each[key]}: {problem}" for each in rows for problem in each["problems"]])
     if options.json:
         json.dump({"sweep": key, "at_equal": options.at_equal, "variants": rows}, sys.stdout, indent=1)
         print()
@@ -31,6 +45,12 @@ def run(args: NeoXArgs, options: argparse.Namespace) -> int:
     if options.plot:
         draw(key, rows, options.plot)
     return 0
+
+
+def _check_plot(path: Optional[str]) -> None:
+    folder = os.path.dirname(path or "") or "."
+    if not os.path.isdir(folder):
+        raise ConfigError(f"--plot {path}: there is no folder {folder}")
 
 
 def parse(text: str) -> Tuple[str, List[Any]]:
@@ -118,9 +138,10 @@ def _print(key: str, rows: List[Dict[str, Any]], options: argparse.Namespace) ->
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     equal = f", at equal {options.at_equal} (by {options.adjust})" if options.at_equal else ""
     names = [key, *(name for name in COLUMNS if name != key)]
+    shown_names = [SHORT.get(name, name) for name in names]
     heads = ["parameters", "FLOPs/token", "KV bytes/token", "memory/rank"] + (["fits"] if options.device else [])
     console.print(f"{key}{equal}")
-    table = Table(*names, *heads)
+    table = Table(*shown_names, *heads)
     for row in rows:
         if "problems" in row:
             table.add_row(str(row[key]), *["-"] * (len(names) + len(heads) - 1))
@@ -145,8 +166,6 @@ def draw(key: str, rows: List[Dict[str, Any]], path: str) -> None:
     import matplotlib.pyplot as plt
 
     valid = [row for row in rows if "problems" not in row]
-    if not valid:
-        raise ConfigError(f"--plot {path}: no variant is a valid config")
     figure, panels = plt.subplots(1, len(MEASURES), figsize=(3.2 * len(MEASURES), 3), layout="constrained")
     labels = [str(row[key]) for row in valid]
     for panel, measure in zip(panels, MEASURES, strict=True):

@@ -11,10 +11,6 @@ import os
 import sys
 from typing import Any, Dict
 
-from megatron.convert.families import FAMILIES
-from megatron.convert.families.config_file import read_config
-from megatron.convert.model_args import arguments_of
-from megatron.convert.yaml_text import yaml_lines
 from megatron.errors import ConfigError
 from tools.head_dim import published
 from tools.head_dim.subject import CONFIG_JSON, numbers_of, read_json
@@ -46,6 +42,11 @@ def yaml_text(path: str) -> str:
     Raises ConversionError or ConfigError if no model here can be that one.
     """
     raw = read_json(os.path.join(path, CONFIG_JSON) if os.path.isdir(path) else path)
+    from megatron.convert.families import FAMILIES  # imports transformers, for which a wrong path need not wait
+    from megatron.convert.families.config_file import read_config
+    from megatron.convert.model_args import arguments_of
+    from megatron.convert.yaml_text import yaml_lines
+
     config = read_config(raw)
     settings: Dict[str, Any] = FAMILIES[raw["model_type"]].settings(config)
     args = arguments_of({**settings, "padded_vocab_size": config.vocab_size})

@@ -8,8 +8,7 @@ from typing import Any, Dict, List, Optional, Sequence
 from megatron.errors import CheckpointError, ConfigError, ConversionError
 from megatron.neox_arguments import NeoXArgs
 from tools.head_dim import configs
-
-CONFIG_JSON = "config.json"
+from tools.head_dim.configs import CONFIG_JSON
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,11 @@ def read_subject(paths: Sequence[str]) -> Subject:
         raise ConfigError(f"{folders[0]} is a folder: name it alone")
     if folders:
         config = os.path.join(paths[0], CONFIG_JSON)
-        return _of_hf(config, paths[0]) if os.path.isfile(config) else _of_checkpoint(paths[0])
+        if os.path.isfile(config):
+            return _of_hf(config, paths[0])
+        if not os.listdir(paths[0]):
+            raise ConfigError(f"{paths[0]} is empty: neither a {CONFIG_JSON} nor a checkpoint is in it")
+        return _of_checkpoint(paths[0])
     if len(paths) == 1 and paths[0].endswith(".json") and "model_type" in read_json(paths[0]):
         return _of_hf(paths[0], paths[0])
     args = configs.load(paths)
@@ -71,7 +74,8 @@ def _of_hf(config_path: str, name: str) -> Subject:
         settings = FAMILIES[raw["model_type"]].settings(config)
         args = arguments_of({**settings, "padded_vocab_size": config.vocab_size})
     except (ConversionError, ConfigError) as error:
-        return Subject("hf", name, _raw_numbers(raw), problems=error.problems)
+        problems = [line for problem in error.problems for line in problem.splitlines()]
+        return Subject("hf", name, _raw_numbers(raw), problems=problems)
     return Subject("hf", name, numbers_of(args), args)
 
 
@@ -88,7 +92,10 @@ def _raw_numbers(raw: Dict[str, Any]) -> Dict[str, Any]:
         "vocab_size": "vocab_size",
         "tie_embeddings": "tie_word_embeddings",
     }
-    return {ours: text.get(theirs) for ours, theirs in keys.items()}
+    numbers = {ours: text.get(theirs) for ours, theirs in keys.items()}
+    if text.get("kv_lora_rank"):  # where head_dim is that of the rotated part alone
+        numbers["head_dim"] = (text.get("qk_nope_head_dim") or 0) + (text.get("qk_rope_head_dim") or 0) or None
+    return numbers
 
 
 def _of_checkpoint(folder: str) -> Subject:
@@ -130,8 +137,10 @@ def read_json(path: str) -> Dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             contents = json.load(file)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(contents, dict):
         raise ConfigError(f"{path} holds no mapping of settings")
     return contents

@@ -107,9 +107,11 @@ def _backend_problems(subject: Subject) -> List[str]:
     """Backends that the config names by itself and that cannot run it, on the device they are meant for."""
     if subject.args is None:
         return []
+    asked = {kind for kind in subject.args.attention_config if kind != "auto"}
+    if not asked:
+        return []
     from tools.head_dim.backends import verdicts  # imports torch
 
-    asked = {kind for kind in subject.args.attention_config if kind != "auto"}
     precision = "fp32" if subject.args.precision == "fp32" else "bfloat16"
     rows = [row for row in verdicts(subject.args) if row.backend in asked and row.precision == precision]
     able = {row.backend for row in rows if row.runs}
