@@ -11,13 +11,17 @@ FLASH  := .venv-flash-attn
 REAL   := $(VENV)/real-weights
 OLDER  := 4.51 4.57
 
-.PHONY: demo test test-flash-attn test-neox-patch test-real-weights test-transformers-4 setup clean
+.PHONY: demo test bench test-flash-attn test-neox-patch test-real-weights test-transformers-4 setup clean
 
 demo: $(READY)
 	$(RUN) -m tools.demo
 
 test: $(READY)
 	$(RUN) -m pytest tests -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+
+# What a CPU can measure of speed and memory, in under 15 minutes on a machine that does nothing else; writes runs/bench.
+bench: $(READY)
+	$(RUN) -m tools.bench.all
 
 # The flash-attn package on a CPU, by Triton's interpreter.
 test-flash-attn: $(FLASH)/.ready
