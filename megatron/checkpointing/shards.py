@@ -1,10 +1,10 @@
 """How each parameter is split over tensor-parallel ranks: the one table, read in both directions.
 
-The cutting itself is `megatron.mpu.shard` and `unshard`, as for initial weights; here are the names.
+Where a block is cut says `megatron.mpu.share_sizes`, as for initial weights; here are the names.
 """
 
 import re
-from typing import List, NamedTuple, Optional
+from typing import Callable, List, NamedTuple, Optional, Sequence
 
 import torch
 
@@ -48,11 +48,18 @@ class Shards:
 
     average: replicated parameters that differ between the ranks, as they can after a long run in half precision,
         are averaged; otherwise they are an error.
+    empty: makes the tensors that results are put into, from shape and dtype; None: new ones.
     """
 
-    def __init__(self, neox_args, average: bool = False):
+    def __init__(
+        self,
+        neox_args,
+        average: bool = False,
+        empty: Optional[Callable[[Sequence[int], torch.dtype], torch.Tensor]] = None,
+    ):
         self.neox_args = neox_args
         self.average = average
+        self._empty = empty
 
     def split_of(self, index: int, name: str) -> Split:
         """The rule of parameter `name` of layer `index`. Raises CheckpointError for a name that no model here has."""
@@ -99,13 +106,14 @@ class Shards:
             return self._agreed(index, name, shards)
         if not _fit_together(shards, rule):
             raise CheckpointError(f"layer {index} {name}: the ranks' shards have different shapes or dtypes")
-        self._check_size(index, name, rule, sum(shard.shape[rule.dim] for shard in shards))
-        return mpu.unshard(shards, rule.dim, rule.groups)
+        size = sum(shard.shape[rule.dim] for shard in shards)
+        self._check_size(index, name, rule, size)
+        sizes = [mpu.share_sizes(rule.groups or [size], rank, len(shards)) for rank in range(len(shards))]
+        by_rank = [shard.split(each, rule.dim) for shard, each in zip(shards, sizes, strict=True)]
+        return self._cat([piece for pieces in zip(*by_rank, strict=True) for piece in pieces], rule.dim)
 
     def piece(self, index: int, name: str, whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
         """One rank's share of a whole parameter: inverse of `join`. A tensor of its own, or `whole` itself.
-
-        On the meta device only its shape is worked out: torch.cat is written in Python there, and slow to start.
 
         Raises CheckpointError if the parameter does not fit the config or does not split evenly.
         """
@@ -119,10 +127,16 @@ class Shards:
         size = whole.shape[rule.dim]
         self._check_size(index, name, rule, size)
         self._check_ranks(index, name, rule, size, ranks)
-        if whole.is_meta:
-            share = sum(mpu.share_sizes(rule.groups or [size], rank, ranks))
-            return whole.new_empty((*whole.shape[: rule.dim], share, *whole.shape[rule.dim + 1 :]))
-        return mpu.shard(whole, rule.dim, rank, ranks, rule.groups)
+        shares = [mpu.share_sizes([block], each, ranks)[0] for block in rule.groups or [size] for each in range(ranks)]
+        return self._cat(whole.split(shares, rule.dim)[rank::ranks], rule.dim)
+
+    def _cat(self, pieces: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+        first = pieces[0]
+        shape = (*first.shape[:dim], sum(piece.shape[dim] for piece in pieces), *first.shape[dim + 1 :])
+        if first.is_meta:  # torch.cat is written in Python there, and its first call takes a second
+            return first.new_empty(shape)
+        out = None if self._empty is None else self._empty(shape, first.dtype)
+        return torch.cat(list(pieces), dim, out=out)
 
     def split(self, index: int, name: str, whole: torch.Tensor, ranks: int) -> List[torch.Tensor]:
         """The shares of all ranks."""

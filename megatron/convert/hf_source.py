@@ -11,6 +11,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
+from megatron.checkpointing.buffers import Buffers
 from megatron.checkpointing.safe_load import load_file
 from megatron.convert.families.config_file import read_config
 from megatron.errors import ConversionError
@@ -56,6 +57,7 @@ class HFSource:
         self.raw_config = self._read_config()
         self._entries: Dict[str, _Entry] = {}
         self._tensors: Dict[str, torch.Tensor] = {}
+        self._buffers = Buffers()
         names = self._weight_files()
         for name in names:
             self._open(os.path.join(folder, name), name.endswith(".safetensors"))
@@ -97,7 +99,7 @@ class HFSource:
             return [self._tensors[name] if name in self._tensors else self._read(name) for name in names]
         shapes = [self.shape(name) for name in names]
         sizes = [torch.Size(shape).numel() for shape in shapes]
-        parts = torch.empty(sum(sizes), dtype=dtypes.pop()).split(sizes)
+        parts = self._buffers.empty((sum(sizes),), dtypes.pop()).split(sizes)
         parts = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         return [self._read(name, part) for name, part in zip(names, parts, strict=True)]
 

@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
+from megatron.checkpointing.buffers import Buffers
 from megatron.checkpointing.folders import refuse_patterns
 from megatron.checkpointing.reader import LayerState
 from megatron.checkpointing.reshard import write_resharded
@@ -113,7 +114,7 @@ class _HFWeights:
         self.main_dtype = dtype or _main_dtype(source, lines)
         self._source = source
         self._neox_args = neox_args
-        self._shards = Shards(neox_args)
+        self._shards = Shards(neox_args, empty=Buffers().empty)
         self._dtype = dtype
         self._lines: Dict[int, List[Line]] = {}
         for line in lines:

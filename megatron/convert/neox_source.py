@@ -5,6 +5,7 @@ from typing import Dict, List, Sequence, Tuple
 
 import torch
 
+from megatron.checkpointing.buffers import Buffers
 from megatron.checkpointing.legacy import is_extra_state, is_unused_buffer
 from megatron.checkpointing.reader import CheckpointReader
 from megatron.checkpointing.resharded import ReshardedReader
@@ -24,7 +25,7 @@ class NeoXSource:
 
     def __init__(self, reader: CheckpointReader, neox_args, lines: Sequence[Line]):
         self._reader = reader
-        self._shards = Shards(neox_args)
+        self._shards = Shards(neox_args, empty=Buffers().empty)
         self._weights = ReshardedReader(reader, self._shards, 1, neox_args.padded_vocab_size)
         self._bytes_read = 0
         self._lines: Names = {(line.index, line.ours): line for line in lines}

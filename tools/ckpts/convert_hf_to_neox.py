@@ -17,7 +17,6 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 
 from megatron.convert.hub import local_folder  # noqa: E402
 from megatron.convert.importing import CONFIG_NAME, import_hf  # noqa: E402
-from megatron.convert.memory import keep_freed_memory  # noqa: E402
 from megatron.convert.precision import OPTIONS  # noqa: E402
 from megatron.errors import NeoXError  # noqa: E402
 from tools.ending import sigterm_as_exit  # noqa: E402
@@ -85,5 +84,4 @@ def run(model: str, out: str, **options) -> int:
 
 
 if __name__ == "__main__":
-    keep_freed_memory()
     sys.exit(main())

@@ -22,7 +22,6 @@ from rich.table import Table  # noqa: E402
 
 from megatron.convert.exporting import Plan, plan_export, write_export  # noqa: E402
 from megatron.convert.hf_writer import MAX_SHARD_BYTES  # noqa: E402
-from megatron.convert.memory import keep_freed_memory  # noqa: E402
 from megatron.convert.outputs import check_new  # noqa: E402
 from megatron.convert.precision import OPTIONS  # noqa: E402
 from megatron.errors import NeoXError  # noqa: E402
@@ -123,5 +122,4 @@ def show(plan: Plan) -> None:
 
 
 if __name__ == "__main__":
-    keep_freed_memory()
     sys.exit(main())
