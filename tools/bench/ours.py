@@ -47,7 +47,8 @@ def without_engine(settings: Dict[str, Any]) -> Callable[[], Dict[str, float]]:
     parameters = list(model.parameters())
     narrow = parameters[0].dtype != torch.float32
     masters = [p.detach().float().requires_grad_() for p in parameters] if narrow else parameters
-    optimizer = torch.optim.AdamW(masters, lr=settings["optimizer"]["params"]["lr"], fused=True)
+    rate, decay = settings["optimizer"]["params"]["lr"], settings.get("weight_decay", 0.01)
+    optimizer = torch.optim.AdamW(masters, lr=rate, weight_decay=decay, fused=True)
 
     def step() -> Dict[str, float]:
         loss = loss_of()
