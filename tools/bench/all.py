@@ -2,11 +2,12 @@
 
     python -m tools.bench.all [--only NAME ...] [--out DIR]
 
-Writes DIR/NAME.json and NAME.png for each, and DIR/summary.json: what is wanted, what was measured, whether it was met.
-A benchmark that fails is named at the end, and the others run all the same; the exit code is then 1. A target that was
+Writes DIR/NAME*.json and pictures for each, and DIR/summary.json: what is wanted, what was measured, whether it is met.
+A benchmark that fails is named at the end, and the others run all the same; the exit code is then 1. A target that is
 missed is a finding, not a failure.
 """
 
+import glob
 import json
 import os
 import subprocess
@@ -18,8 +19,8 @@ from tools.bench import report
 from tools.ending import sigterm_as_exit
 
 SHORT: Dict[str, List[str]] = {
-    "train": [],
-    "memory": [],
+    "train": ["--groups", "step"],
+    "memory": ["--lines", "transformers", "ours, compiled", "--repeats", "1"],
     "loss": [],
     "attention": [],
     "decode": [],
@@ -53,9 +54,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
 def run(name: str, folder: str) -> Dict[str, Any]:
     """One benchmark in a process of its own."""
     print(f"\n{name} ...", flush=True)
-    before = result_file(name, folder)
-    if os.path.exists(before):
-        os.remove(before)  # so that a failure does not show an older run
+    for old in result_files(name, folder):
+        os.remove(old)  # so that a failure does not show an older run
     start = time.monotonic()
     command = [sys.executable, "-m", f"tools.bench.{name}_bench", *SHORT[name], "--out", folder]
     code = subprocess.run(command).returncode
@@ -64,11 +64,11 @@ def run(name: str, folder: str) -> Dict[str, Any]:
 
 def targets(name: str, folder: str) -> List[Dict[str, Any]]:
     """The targets that a benchmark wrote, with its name."""
-    try:
-        with open(result_file(name, folder)) as file:
-            return [{"benchmark": name, **target} for target in json.load(file)["targets"]]
-    except FileNotFoundError:
-        return []
+    found = []
+    for path in result_files(name, folder):
+        with open(path) as file:
+            found += [{"benchmark": name, **target} for target in json.load(file)["targets"]]
+    return found
 
 
 def summary(found: Sequence[Dict[str, Any]]) -> List[report.Row]:
@@ -80,9 +80,9 @@ def summary(found: Sequence[Dict[str, Any]]) -> List[report.Row]:
     return rows
 
 
-def result_file(name: str, folder: str) -> str:
-    """Where a benchmark writes its figures."""
-    return os.path.join(folder, f"{name}.json")
+def result_files(name: str, folder: str) -> List[str]:
+    """Where a benchmark has written its figures: NAME.json and NAME_PART.json."""
+    return sorted(glob.glob(os.path.join(folder, f"{name}.json")) + glob.glob(os.path.join(folder, f"{name}_*.json")))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ estimate: at three sizes, what is resident at most beyond what was before the mo
 freed memory back at once. That also has what the code that runs first takes, some tens of MB.
 """
 
+import argparse
 import sys
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence
+from typing import Any, Dict, NamedTuple, Optional, Sequence
 
 from tools.bench import report
 from tools.bench.shapes import FAST, settings
@@ -57,26 +58,40 @@ ALLOWED = 0.1
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Run the benchmark."""
-    parser = report.parser(__doc__, "memory")
+    parser = report.parser(__doc__, "memory*")
     parser.add_argument("--parts", nargs="+", choices=("peers", "estimate"), default=["peers", "estimate"])
     parser.add_argument("--precision", nargs="+", choices=("bfloat16", "fp32"), default=["bfloat16", "fp32"])
+    parser.add_argument(
+        "--lines", nargs="+", choices=LINES, default=list(LINES), metavar="LINE", help="of the peers' part"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args(arguments)
-    rows: List[report.Row] = []
-    targets: List[report.Target] = []
-    for precision in options.precision if "peers" in options.parts else ():
-        found = {name: peaks(name, precision, options.repeats) for name in LINES}
+    if "peers" in options.parts:
+        beside_peers(options)
+    if "estimate" in options.parts:
+        beside_estimates(options)
+    return 0
+
+
+def beside_peers(options: argparse.Namespace) -> None:
+    """The peers' part: memory.json."""
+    rows, targets = [], []
+    for precision in options.precision:
+        found = {name: peaks(name, precision, options.repeats) for name in options.lines}
         rows += [row(precision, name, found) for name in found]
         goal = f"{precision}: peak memory of the step / transformers'"
         targets.append(report.Target(goal, WANTED, found[OURS]["peak"] / found[PEER]["peak"]))
-    if "estimate" in options.parts:
-        estimates = [estimate(size, precision) for size in SIZES for precision in options.precision]
-        rows += estimates
-        worst = max(abs(each["estimate / measured"] - 1) for each in estimates)
-        targets.append(report.Target("estimated memory of a step off by at most", ALLOWED, worst))
     picture = report.bars("peak, MiB", "peak resident memory, MiB")
     report.report(options.out, "memory", "memory of a training step", rows, targets=targets, picture=picture)
-    return 0
+
+
+def beside_estimates(options: argparse.Namespace) -> None:
+    """The estimates' part: memory_estimate.json."""
+    rows = [estimate(size, precision) for size in SIZES for precision in options.precision]
+    worst = max(abs(each["estimate / measured"] - 1) for each in rows)
+    targets = [report.Target("estimated memory of a step off by at most", ALLOWED, worst)]
+    title = "memory of a training step, estimated and measured"
+    report.report(options.out, "memory_estimate", title, rows, targets=targets)
 
 
 def peaks(name: str, precision: str, repeats: int) -> Dict[str, float]:
@@ -84,7 +99,7 @@ def peaks(name: str, precision: str, repeats: int) -> Dict[str, float]:
     line = LINES[name]
     given = settings(**{**line.overrides, "precision": precision})
     with Worker(line.target, given, line.environment) as worker:
-        figures = interleaved({name: worker}, repeats, warmup=2)[name]
+        figures = interleaved({name: worker}, repeats)[name]
     return dict(peak=median(figures, "peak_rss"), rest=median(figures, "rss_before"))
 
 

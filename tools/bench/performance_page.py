@@ -17,9 +17,9 @@ from tools.bench.scaling_page import table
 from tools.page_section import PageSection
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
-PARTS = ("summary", "train", "memory", "loss", "attention", "decode")
+PARTS = ("summary", "train_bfloat16", "train_fp32", "memory", "memory_estimate", "loss", "attention", "decode")
 """Names of the results."""
-WITH_PICTURE = ("train", "memory", "attention", "decode")
+WITH_PICTURE = ("train_bfloat16", "train_fp32", "memory", "attention", "decode")
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:

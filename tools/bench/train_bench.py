@@ -61,19 +61,19 @@ WANTED = {"bfloat16": (1.8, 2.2, 1.7), "fp32": (1.4, 1.25, None)}
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Run the benchmark."""
-    parser = report.parser(__doc__, "train")
+    parser = report.parser(__doc__, "train_PRECISION")
     parser.add_argument("--precision", nargs="+", choices=WANTED, default=list(WANTED))
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args(arguments)
-    rows, targets = [], []
     for precision in options.precision:
-        groups = [steps(precision, GROUPS[group], options.repeats) for group in options.groups]
-        measured = Measured(groups)
-        rows += [row(precision, name, measured) for name in measured.names]
-        targets += wanted(precision, measured)
-    picture = report.bars("step / limit", "time / time of the matrix products", limit=1.0)
-    report.report(options.out, "train", "training step, 65 M Qwen3", rows, targets=targets, picture=picture)
+        measured = Measured([steps(precision, GROUPS[group], options.repeats) for group in options.groups])
+        rows = [row(name, measured) for name in measured.names]
+        title = f"training step, 65 M Qwen3, {precision}"
+        picture = report.bars("step / limit", "time / time of the matrix products", limit=1.0)
+        report.report(
+            options.out, f"train_{precision}", title, rows, targets=wanted(precision, measured), picture=picture
+        )
     return 0
 
 
@@ -109,12 +109,12 @@ class Measured:
         return self.ratio(name, LIMIT) / self.ratio(other, LIMIT)
 
 
-def row(precision: str, name: str, measured: Measured) -> report.Row:
+def row(name: str, measured: Measured) -> report.Row:
     """A line of the table."""
     figures, shape = measured.figures(name), settings()
     tokens = shape["train_micro_batch_size_per_gpu"] * shape["seq_length"]
     result = {
-        "line": f"{precision}: {name}",
+        "line": name,
         "malloc": "tuned" if LINES[name].tuned else "as it is",
         "seconds": median(figures),
         "tokens/s": tokens / median(figures),
