@@ -6,7 +6,7 @@ imported where it is used: that takes a second, which a run without it should no
 """
 
 import functools
-from typing import Callable
+from typing import Callable, Optional
 
 import torch
 
@@ -38,12 +38,15 @@ def wants_compile(neox_args) -> bool:
     return bool(neox_args.compile)
 
 
-def compiled(function: Callable, enabled: bool) -> Callable:
-    """torch.compile of a function with our settings, which is announced once; the function itself if not enabled."""
+def compiled(function: Callable, enabled: bool, dynamic: Optional[bool] = None) -> Callable:
+    """torch.compile of a function with our settings, which is announced once; the function itself if not enabled.
+
+    dynamic: compile once for all sizes (True), or for each (False); None leaves that to torch.
+    """
     if not enabled:
         return function
     _announce()
-    return torch.compile(function, options=_OPTIONS)
+    return torch.compile(function, options=_OPTIONS, dynamic=dynamic)
 
 
 @functools.cache

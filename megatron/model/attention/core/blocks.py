@@ -12,10 +12,24 @@ import torch
 from megatron.model.attention.core.spec import Range
 
 
-class BlockProducts:
-    """q [s, b, n, d], k [t, b, m', d] and v [t, b, m, d] cut into blocks."""
+class Scratch:
+    """Uninitialised memory by name, the same for each block: fresh memory would cost the CPU a fifth of the time."""
 
-    def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
+    def __init__(self, like: torch.Tensor):
+        self._like = like
+        self._memory: Dict[str, torch.Tensor] = {}
+
+    def __call__(self, name: str, shape, dtype: torch.dtype) -> torch.Tensor:
+        size, memory = math.prod(shape), self._memory.get(name)
+        if memory is None or memory.numel() < size:
+            memory = self._memory[name] = self._like.new_empty(size, dtype=dtype)
+        return memory[:size].view(shape)
+
+
+class BlockProducts:
+    """q [s, b, n, d], k [t, b, m', d] and v [t, b, m, d] cut into blocks; scale is that of the scores."""
+
+    def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float):
         self.batch, self.heads, self.key_heads, self.value_heads = q.shape[1], q.shape[2], k.shape[2], v.shape[2]
         self.half = q.dtype in (torch.float16, torch.bfloat16)
         self.dtype = torch.float32 if self.half else q.dtype
@@ -25,12 +39,17 @@ class BlockProducts:
         self._v = self._stacked(v.permute(1, 2, 0, 3), self.value_heads)  # [b·m, t, d]
         # torch has half-precision products with an fp32 result on CUDA only, and rounded scores are worth little
         # against an exact log-sum-exp: a score of 1000 would be off by 2.
-        self._score_keys = self._k.float() if self.half and not self._on_cuda else self._k
-        self._scratch: Dict[str, torch.Tensor] = {}
+        self._scale, self._narrow_scores = scale, self.half and self._on_cuda
+        self._score_keys = self._k if self._narrow_scores else self._k.to(self.dtype) * scale
+        self._scratch = Scratch(k)
 
     def queries(self, rows: Range) -> torch.Tensor:
         """[b·m', (n/m')·rows, d]"""
         return self._stacked(self._q[:, :, slice(*rows)], self.key_heads)
+
+    def for_scores(self, queries: torch.Tensor) -> torch.Tensor:
+        """Queries as `scores` takes them."""
+        return queries.to(self._score_keys.dtype)
 
     def of_values(self, x: torch.Tensor) -> torch.Tensor:
         """x [b, n, rows, d] as the products with v take it: [b·m, (n/m)·rows, d]."""
@@ -40,11 +59,10 @@ class BlockProducts:
         """[b, n, rows, width], to sum in."""
         return self._k.new_zeros(self.batch, self.heads, rows[1] - rows[0], width, dtype=self.dtype)
 
-    def scores(self, queries: torch.Tensor, columns: Range, scale: float) -> torch.Tensor:
-        """Scaled scores [b, n, rows, columns]."""
-        keys = self._score_keys[:, slice(*columns)].mT
-        scores = self._product("scores", queries.to(keys.dtype), keys)
-        return self._by_heads(scores).mul_(scale)
+    def scores(self, queries: torch.Tensor, columns: Range) -> torch.Tensor:
+        """Scaled scores [b, n, rows, columns]; queries: see for_scores."""
+        scores = self._by_heads(self._product("scores", queries, self._score_keys[:, slice(*columns)].mT))
+        return scores.mul_(self._scale) if self._narrow_scores else scores
 
     def add_context(self, context: torch.Tensor, weights: torch.Tensor, columns: Range) -> None:
         """context [b, n, rows, d] += weights · v"""
@@ -72,11 +90,8 @@ class BlockProducts:
         return torch.zeros_like(self._k, dtype=self.dtype), torch.zeros_like(self._v, dtype=self.dtype)
 
     def scratch(self, name: str, shape, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
-        """Uninitialised memory, the same for each block: fresh memory would cost the CPU a fifth of the time."""
-        size, memory = math.prod(shape), self._scratch.get(name)
-        if memory is None or memory.numel() < size:
-            memory = self._scratch[name] = self._k.new_empty(size, dtype=dtype or self.dtype)
-        return memory[:size].view(shape)
+        """See Scratch; by default in the accumulation dtype."""
+        return self._scratch(name, shape, dtype or self.dtype)
 
     def _stacked(self, x: torch.Tensor, heads: int) -> torch.Tensor:
         """[b, n, rows, c] -> [b·heads, (n/heads)·rows, c]"""
@@ -106,3 +121,8 @@ class BlockProducts:
             total.add_(torch.bmm(a, b, out_dtype=self.dtype))
         else:
             total.add_(torch.bmm(a, b, out=self.scratch("half", total.shape, a.dtype)))
+
+
+def unstacked(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """[b·m, t, d] -> [t, b, m, d], in the dtype of `like`."""
+    return x.view(like.shape[1], like.shape[2], *x.shape[1:]).permute(2, 0, 1, 3).to(like.dtype)

@@ -6,7 +6,7 @@ block again. Memory grows with the number of tokens, not with its square. There 
 
 What is faster in another way is left to it: up to EXPLICIT_KEYS keys, and for a single query, the explicit scores of
 eager.py; on the CPU the forward pass of torch's own flash kernel, and its backward pass where that is the faster one
-(cpu_flash.py).
+(cpu_flash.py), or products in bfloat16 only (shifted.py).
 """
 
 from dataclasses import replace
@@ -17,13 +17,15 @@ from torch.autograd.function import once_differentiable
 
 from megatron import mpu
 from megatron.errors import BackendError
-from megatron.model.attention.core import cpu_flash, eager
-from megatron.model.attention.core.blocks import BlockProducts
+from megatron.model.attention.core import cpu_flash, eager, shifted
+from megatron.model.attention.core.blocks import BlockProducts, unstacked
 from megatron.model.attention.core.request import AttentionRequest
 from megatron.model.attention.core.spec import Spec
 
 BLOCK = {"cpu": 128, "cuda": 512}
-"""Queries and keys of a block by device. CPU: measured, 64 and 256 are slower. CUDA: not measured."""
+"""Queries of a block by device, and half the keys. CPU: measured. CUDA: not measured."""
+LONG = 1024
+"""From so many keys on, blocks have twice as many queries and keys. CPU: measured at 512 and 2048."""
 EXPLICIT_KEYS = {"cpu": 256, "cuda": 512}
 
 
@@ -76,8 +78,18 @@ def _explicit_is_faster(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec:
     return half or not cpu_flash.can_backward(q, k, v, spec)
 
 
+def _torch_is_faster(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> bool:
+    """Whether the forward pass is torch's kernel."""
+    return cpu_flash.can(q, k, v, spec) and not shifted.can(q, spec)
+
+
 def _by_device(table, device: torch.device) -> int:
     return table.get(device.type, table["cuda"])
+
+
+def _block(k: torch.Tensor) -> int:
+    """Queries of a block, and half its keys: the same in both passes, because dropout goes by them."""
+    return _by_device(BLOCK, k.device) * (2 if k.shape[0] >= LONG else 1)
 
 
 def _draw_seed(device: torch.device) -> int:
@@ -94,30 +106,35 @@ class _Blockwise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, spec):
-        run = cpu_flash.forward if cpu_flash.can(q, k, v, spec) else _forward
-        output, log_sums = run(q, k, v, spec)
-        ctx.save_for_backward(q, k, v, output, log_sums)
+        run = cpu_flash.forward if _torch_is_faster(q, k, v, spec) else _forward
+        output, *of_rows = run(q, k, v, spec)
+        ctx.save_for_backward(q, k, v, output, *of_rows)
         ctx.spec = spec
         return output.permute(2, 0, 1, 3)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream):
-        q, k, v, output, log_sums = ctx.saved_tensors  # once: under activation checkpointing this computes them
-        run = cpu_flash.backward if cpu_flash.can_backward(q, k, v, ctx.spec) else _backward
-        return (*run(q, k, v, output, log_sums, upstream.permute(1, 2, 0, 3), ctx.spec), None)
+        q, k, v, output, *of_rows = ctx.saved_tensors  # once: under activation checkpointing this computes them
+        spec, upstream = ctx.spec, upstream.permute(1, 2, 0, 3)
+        if shifted.can(q, spec) and len(of_rows) == 2:
+            return (*shifted.backward(q, k, v, output, *of_rows, upstream, spec, _block(k)), None)
+        is_torchs = len(of_rows) == 1 and cpu_flash.can_backward(q, k, v, spec)
+        run = cpu_flash.backward if is_torchs else _backward
+        return (*run(q, k, v, output, of_rows[0], upstream, spec), None)
 
 
 def _forward(q, k, v, spec: Spec):
-    """Algorithm 1. Returns the output [b, n, s, d] and the log-sum-exp of each row of scores [b, n, s, 1]."""
-    products, size = BlockProducts(q, k, v), _by_device(BLOCK, q.device)
+    """Algorithm 1. Returns the output [b, n, s, d] and of each row of scores the log-sum-exp and the highest,
+    [b, n, s, 1]."""
+    products, size = BlockProducts(q, k, v, spec.scale), _block(k)
     output = torch.empty_like(q).permute(1, 2, 0, 3)  # [b, n, s, d]
-    log_sums = products.zeros((0, q.shape[0]), 1)
+    log_sums, tops = (products.zeros((0, q.shape[0]), 1) for _ in range(2))
     for rows in spec.query_blocks(q.shape[0], size):
-        queries, context = products.queries(rows), products.zeros(rows, q.shape[-1])
+        queries, context = products.for_scores(products.queries(rows)), products.zeros(rows, q.shape[-1])
         total = products.zeros(rows, 1)
         highest = torch.full_like(total, torch.finfo(total.dtype).min)
-        for columns in spec.key_blocks(rows, k.shape[0], size):
+        for columns in spec.key_blocks(rows, k.shape[0], 2 * size):
             scores, _ = _scores(products, queries, rows, columns, spec)
             previous, highest = highest, torch.maximum(highest, scores.amax(-1, keepdim=True))
             weights = scores.sub_(highest).exp_()  # [b, n, rows, columns]
@@ -128,12 +145,13 @@ def _forward(q, k, v, spec: Spec):
             products.add_context(context.mul_(shrink), weights, columns)
         output[:, :, slice(*rows)] = context.div_(total)
         log_sums[:, :, slice(*rows)] = total.log_().add_(highest)
-    return output, log_sums
+        tops[:, :, slice(*rows)] = highest
+    return output, log_sums, tops
 
 
 def _backward(q, k, v, output, log_sums, upstream, spec: Spec):
     """Algorithm 2, the loop over queries outside. output and upstream [b, n, s, d] -> gradients of q, k and v."""
-    products, size = BlockProducts(q, k, v), _by_device(BLOCK, q.device)
+    products, size = BlockProducts(q, k, v, spec.scale), _block(k)
     # What a row's softmax takes off the gradients of its weights: their mean, and so the output times its gradient.
     means = (upstream.to(products.dtype) * output).sum(-1, keepdim=True)  # [b, n, s, 1]
     dq = torch.empty_like(q).permute(1, 2, 0, 3)  # [b, n, s, d]
@@ -141,9 +159,9 @@ def _backward(q, k, v, output, log_sums, upstream, spec: Spec):
     for rows in spec.query_blocks(q.shape[0], size):
         here = slice(*rows)
         queries, pulled = products.queries(rows), products.of_values(upstream[:, :, here])
-        query_sum = products.zeros(rows, q.shape[-1])
-        for columns in spec.key_blocks(rows, k.shape[0], size):
-            weights, slope = _scores(products, queries, rows, columns, spec, with_slope=True)
+        scored, query_sum = products.for_scores(queries), products.zeros(rows, q.shape[-1])
+        for columns in spec.key_blocks(rows, k.shape[0], 2 * size):
+            weights, slope = _scores(products, scored, rows, columns, spec, with_slope=True)
             weights.sub_(log_sums[:, :, here]).exp_()  # [b, n, rows, columns]
             gradient = products.weight_gradients(pulled, columns)
             used = weights
@@ -157,26 +175,19 @@ def _backward(q, k, v, output, log_sums, upstream, spec: Spec):
                 gradient.mul_(slope)
             products.add_query_and_key_gradients(query_sum, dk, gradient, queries, columns)
         dq[:, :, here] = query_sum.mul_(spec.scale)
-    return dq.permute(2, 0, 1, 3), _unstacked(dk.mul_(spec.scale), k), _unstacked(dv, v)
-
-
-def _unstacked(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """[b·m, t, d] -> [t, b, m, d], in the dtype of `like`."""
-    return x.view(like.shape[1], like.shape[2], *x.shape[1:]).permute(2, 0, 1, 3).to(like.dtype)
+    return dq.permute(2, 0, 1, 3), unstacked(dk.mul_(spec.scale), k), unstacked(dv, v)
 
 
 def _scores(products: BlockProducts, queries, rows, columns, spec: Spec, with_slope: bool = False):
     """Capped and masked scores [b, n, rows, columns], and the derivative of the cap where asked for and capped."""
-    scores, slope = products.scores(queries, columns, spec.scale), None
+    scores, slope = products.scores(queries, columns), None
     if spec.softcap is not None:
         scores.div_(spec.softcap).tanh_()
         if with_slope:
             slope = torch.mul(scores, scores, out=products.scratch("slope", scores.shape)).neg_().add_(1.0)
         scores.mul_(spec.softcap)
-    hidden = spec.hidden(rows, columns, queries.device)
-    if hidden is not None:
-        # Finite, so that a row of which nothing is visible in this block makes no NaN: a later block outweighs it.
-        scores.masked_fill_(hidden, torch.finfo(scores.dtype).min)
+    # Finite, so that a row of which nothing is visible in this block makes no NaN: a later block outweighs it.
+    spec.hide_(scores, rows, columns, torch.finfo(scores.dtype).min)
     return scores, slope
 
 

@@ -37,9 +37,18 @@ class Spec:
         return visible_keys(rows[1] - rows[0], key_tokens, rows[0] + self.offset, self.window)
 
     def key_blocks(self, rows: Range, key_tokens: int, size: int) -> List[Range]:
-        """Those keys in blocks, the same in both passes, because dropout goes by them."""
+        """Those keys in blocks."""
         first, end = self.visible(rows, key_tokens)
         return [(start, min(start + size, end)) for start in range(first, end, size)]
+
+    def hide_(self, scores: torch.Tensor, rows: Range, columns: Range, value: float) -> None:
+        """Write `value` into scores [..., rows, columns] where a query may not see a key."""
+        if self.window is None:  # all see the keys before the first query's own
+            seen = max(0, min(rows[0] + self.offset + 1, columns[1]) - columns[0])
+            scores, columns = scores[..., seen:], (columns[0] + seen, columns[1])
+        hidden = self.hidden(rows, columns, scores.device) if columns[0] < columns[1] else None
+        if hidden is not None:
+            scores.masked_fill_(hidden, value)
 
     def hidden(self, rows: Range, columns: Range, device: torch.device) -> Optional[torch.Tensor]:
         """Boolean [rows, columns], True where a query may not see a key; None where all see all."""
