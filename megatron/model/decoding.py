@@ -7,6 +7,8 @@ does not apply, the layers themselves run: see `refusal`.
 Compiled, each layer is one call of one compiled function that serves all layers and all tokens.
 """
 
+import functools
+import inspect
 from functools import partial
 from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
@@ -45,9 +47,16 @@ def compiler(neox_args) -> Optional[Callable]:
     """torch.compile for compile=True; None without, and for auto, which does not know how much will be generated."""
     if neox_args.compile is not True or not wants_compile(neox_args):
         return None
-    print_rank_0("> compiling the step that generates a token: 10 to 20 s, cached for the next run")
+    if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
+        _say_once("> generation is not compiled: this version of torch cannot keep compiled functions apart; 2.13 can")
+        return None
     # torch.compile takes the filter out of the options that it is given.
     return lambda function: torch.compile(function, fullgraph=True, dynamic=False, options=dict(_OPTIONS), **_ISOLATED)
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    print_rank_0(message)
 
 
 _OPTIONS = {
@@ -95,10 +104,10 @@ class DecodingStep:
         self._angles = _Angles(neox_args.params_dtype)
         self._prepared: Optional[KVCache] = None
         self._is_compiled = compiler is not None
-        compiler = compiler or (lambda function: function)
-        by_kind = {kind: compiler(_layer) for kind in map(_kind, self._layers)}
-        self._run_layer = [by_kind[_kind(layer)] for layer in self._layers]
-        self._run_head = compiler(_logits)
+        self._run = [_layer] * len(self._layers), _logits
+        if compiler is not None:
+            by_kind = {kind: compiler(_layer) for kind in map(_kind, self._layers)}
+            self._run_compiled = [by_kind[_kind(layer)] for layer in self._layers], compiler(_logits)
 
     def covers(self, position: int) -> bool:
         """Whether a token at this position, of a text that is cached, is turned as the cached ones were."""
@@ -113,15 +122,26 @@ class DecodingStep:
     def __call__(self, tokens: torch.Tensor, position_ids: torch.Tensor, cache: KVCache) -> torch.Tensor:
         hidden = self._embedding((tokens, position_ids))  # [b, 1, h]
         hidden = hidden.view(1, *hidden.shape[::2])  # [1, b, h], as every layer returns it, strides included
-        for layer, run, place in zip(self._layers, self._run_layer, self._places(cache), strict=True):
+        run_layers, run_head = self._functions(cache, rows=len(tokens))
+        for layer, run, place in zip(self._layers, run_layers, self._places(cache), strict=True):
             hidden = run(layer, hidden, cache[layer.layer_number], place)
-        return self._run_head(self._norm, hidden, *self._head)[0]
+        return run_head(self._norm, hidden, *self._head)[0]
+
+    def _functions(self, cache: KVCache, rows: int) -> Tuple[List[Callable], Callable]:
+        """(one for each layer, the head's). With many rows there is little to win, and each number would compile."""
+        if not self._is_compiled or rows > MOST_ROWS:
+            return self._run
+        _say_once("> compiling the step that generates a token: up to 20 s, cached for the next run")
+        if cache is not self._prepared:
+            for layer in self._layers:
+                for part in cache[layer.layer_number].parts:
+                    _mark_dynamic(part)  # longer texts have larger caches, which are no reason to compile again
+            self._prepared = cache
+        return self._run_compiled
 
     def _places(self, cache: KVCache) -> List[Place]:
         """By layer. The caches have room for the token then."""
         position, made = cache.length, {}
-        if self._is_compiled:
-            self._prepare(cache)
         places = []
         for layer in self._layers:
             rotary = layer.attention.function.rotary
@@ -131,14 +151,6 @@ class DecodingStep:
                 made[key] = Place(torch.tensor([slot]), self._size(stored), *self._angles.at(rotary, position))
             places.append(made[key])
         return places
-
-    def _prepare(self, cache: KVCache) -> None:
-        """Longer texts have larger caches, which are no reason to compile again."""
-        if cache is not self._prepared:
-            for layer in self._layers:
-                for part in cache[layer.layer_number].parts:
-                    _mark_dynamic(part)
-            self._prepared = cache
 
     def _size(self, stored: int) -> torch.Tensor:
         size = torch.empty(stored, 0)

@@ -59,5 +59,5 @@ def _sums(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """[r, i] and [o, i] -> [r, o] as sums of products in fp32, of which inductor makes one loop over the weight."""
     halves = 2 if len(weight) % 2 == 0 else 1  # two outputs at a time: sums that do not wait for each other
     blocks, wide = weight.float().chunk(halves), rows.float()
-    products = [torch.cat([(block * row).sum(-1) for block in blocks]) for row in wide.unbind()]
-    return torch.stack(products).to(rows.dtype)
+    sums = torch.cat([(block * row).sum(-1) for row in wide.unbind() for block in blocks])
+    return sums.view(len(rows), -1).to(rows.dtype)

@@ -10,6 +10,7 @@ The limit is the time in which the weights (without the embedding) and the cache
 The rate is that of a copy, which reads every byte and writes it: both are counted.
 """
 
+import statistics
 import sys
 from contextlib import ExitStack
 from typing import Dict, List, Optional, Sequence
@@ -56,31 +57,32 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
 
 def table(group: str, measured: Dict[str, List[Figures]]) -> Dict[str, report.Row]:
     """The lines of one precision and batch size, by their names."""
-    rate = 2 * median(measured["copy"], "bytes_per_second")
+    rates = [2 * each["bytes_per_second"] for each in measured["copy"]]
     peer = [each[f"{group}: {PEER}"] for each in measured["peer"]]
     lines = {PEER: peer}
     for name in (EAGER, COMPILED, *CACHES):
         if f"{group}: {name}" in measured["ours"][0]:
             lines[name] = [each[f"{group}: {name}"] for each in measured["ours"]]
-    return {name: _row(f"{group}: {name}", figures, peer, rate) for name, figures in lines.items()}
+    return {name: _row(f"{group}: {name}", figures, peer, rates) for name, figures in lines.items()}
 
 
-def _row(line: str, figures: List[Figures], peer: List[Figures], rate: float) -> report.Row:
+def _row(line: str, figures: List[Figures], peer: List[Figures], rates: List[float]) -> report.Row:
     seconds, tokens = median(figures), torch.tensor(figures[-1]["tokens"])
     row = {
         "line": line,
         "ms/token": 1000 * seconds,
         "tokens/s": len(tokens) / seconds,
         "x transformers": median_ratio(peer, figures),
-        "of the limit": figures[0]["bytes"] / rate / seconds,
+        "of the limit": statistics.median(
+            each["bytes"] / rate / each["seconds"] for each, rate in zip(figures, rates, strict=True)
+        ),
         "prompt, ms": 1000 * median(figures, "prompt"),
         "cache, MiB": figures[0]["cache"] / 2**20,
         # In half precision one choice between two equals changes all that follow.
         "same tokens": (tokens == torch.tensor(peer[-1]["tokens"])).float().mean().item(),
     }
     if "forward" in figures[0]:
-        ratios = [{"ratio": each["prefill"] / each["forward"]} for each in figures]
-        row["prompt / forward"] = median(ratios, "ratio")
+        row["prompt / forward"] = statistics.median(each["prefill"] / each["forward"] for each in figures)
     return row
 
 
@@ -94,8 +96,10 @@ def wanted(group: str, rows: Dict[str, report.Row]) -> List[report.Target]:
     if precision == "bfloat16":
         reached = rows[COMPILED]["of the limit"]
         targets.append(report.Target(f"{group}: {COMPILED}, of the limit", OF_LIMIT, reached, most=False))
-    forward = rows[EAGER]["prompt / forward"]
-    return [*targets, report.Target(f"{group}: time of a prompt / the forward pass", OF_FORWARD, forward)]
+    if "prompt / forward" in rows[EAGER]:
+        ratio = rows[EAGER]["prompt / forward"]
+        targets.append(report.Target(f"{group}: time of a prompt / the forward pass", OF_FORWARD, ratio))
+    return targets
 
 
 if __name__ == "__main__":
