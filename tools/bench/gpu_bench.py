@@ -116,7 +116,8 @@ def run_train(options, layers: int) -> None:
     found = {name: steps for name, each in targets.items() if (steps := _steps(options, name, *each))}
     args = NeoXArgs.from_dict(plain)
     rows = [train_row(name, found[name], args, peak_tflops(options), found) for name in found]
-    title = f"Training step, {layers} layers of Qwen3-4B's shape, {args.seq_length} tokens, bf16"
+    shape = "a tiny model" if options.tiny else "Qwen3-4B's shape"
+    title = f"Training step, {layers} layers of {shape}, {args.seq_length} tokens, bf16"
     drawn = bars("seconds", "seconds of a step")
     _report(options, "gpu_train", title, rows, drawn)
 
@@ -128,7 +129,8 @@ def _steps(options, name: str, target: str, arguments: Arguments) -> Optional[Li
         with Worker(target, {**ours, "device": options.device}, {"DS_ACCELERATOR": options.device}) as worker:
             steps = interleaved({name: worker}, options.repeats, warmup=2)[name]
     except WorkerError as error:
-        print(f"skipped: {name}: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
+        reason = str(error).strip().splitlines()[-1].rpartition("Error: ")[2]
+        print(f"skipped: {name}: {reason}", file=sys.stderr)
         return None
     return [each["points"]["it"] if "points" in each else each for each in steps]
 

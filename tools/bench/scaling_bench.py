@@ -31,7 +31,7 @@ from tools.bench.scaling_shapes import (
 from tools.bench.workers import RETURNING_MALLOC, TUNED_MALLOC, Figures, Worker, interleaved, median, median_ratio
 
 ON_CPU = {"DS_ACCELERATOR": "cpu"}
-REPEATS = 7
+REPEATS = 5
 _STEPS = "tools.bench.scaling_steps"
 
 

@@ -116,7 +116,7 @@ def _grouped(axes: Any, parts: Dict[str, List[Row]], place: str, value: str, mar
     for number, (name, rows) in enumerate(parts.items()):
         middles = [index + (number - (len(parts) - 1) / 2) * width for index in range(len(rows))]
         bars = axes.bar(middles, [row[value] for row in rows], width * 0.92, color=_COLORS[number], label=name)
-        axes.bar_label(bars, [f"{row[value]:.3g}" for row in rows], padding=4, fontsize=8)
+        axes.bar_label(bars, [f"{row[value]:.3g}" for row in rows], label_type="center", color="white", fontsize=9)
         if mark:
             label = "estimate" if number == 0 else None
             axes.hlines(

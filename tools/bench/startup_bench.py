@@ -96,15 +96,10 @@ def seconds(command: Sequence[str], line: Optional[str] = None) -> float:
             if line is not None and seen is None and text.startswith(line):
                 seen = time.perf_counter() - start
         code = process.wait()
-    if code:
-        raise subprocess.CalledProcessError(code, list(command), "".join(output[-30:]))
-    if line is None:
-        return time.perf_counter() - start
-    if seen is None:
-        raise ValueError(
-            f"{' '.join(command)} ended without a line that begins with {line!r}:\n{''.join(output[-30:])}"
-        )
-    return seen
+    if code or (line is not None and seen is None):
+        wanted = "" if line is None else f" without a line that begins with {line!r}"
+        raise StartError(f"{' '.join(command)} ended with exit code {code}{wanted}:\n{''.join(output[-30:])}")
+    return time.perf_counter() - start if seen is None else seen
 
 
 def rows(found: Dict[str, List[float]]) -> List[Row]:
