@@ -1,5 +1,6 @@
 """Activation functions of the MLP."""
 
+import functools
 from typing import Callable, Tuple
 
 import torch
@@ -44,18 +45,18 @@ def get_activation(neox_args) -> Tuple[Callable, bool]:
     """
     name = neox_args.activation
     if name in GATES:
-        return Gated(GATES[name]), True
+        return gated(GATES[name]), True
     if name == "gelu" and neox_args.bias_gelu_fusion:
         return gelu_tanh, False
     return PLAIN[name], False
 
 
-class Gated:
-    """[..., 2f] -> [..., f]: first half * act(second half)."""
+@functools.cache
+def gated(act: Callable) -> Callable:
+    """The function [..., 2f] -> [..., f]: first half * act(second half)."""
 
-    def __init__(self, act: Callable):
-        self.act = act
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def function(x: torch.Tensor) -> torch.Tensor:
         up, gate = x.chunk(2, dim=-1)  # 2 x [..., f]
-        return up * self.act(gate)
+        return up * act(gate)
+
+    return function

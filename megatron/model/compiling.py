@@ -6,30 +6,32 @@ imported where it is used: that takes a second, which a run without it should no
 """
 
 import functools
-from typing import Callable, Optional
+from typing import Callable
 
 import torch
+from torch import nn
 
 from megatron import mpu
 from megatron.errors import BackendError
 from megatron.initialize import print_rank_0
+from megatron.neox_arguments.support import TE_LAYERS
 
 AUTO_FROM_ITERS = 1000
 """compile=auto compiles runs of at least so many optimizer steps: fewer do not win the compilation's time back."""
 
-_OPTIONS = {"fallback_random": True}
-"""inductor's settings. fallback_random: random numbers are drawn by torch's own operators, as uncompiled."""
-
 
 def wants_compile(neox_args) -> bool:
-    """What `compile` says on this machine. auto: on a CPU with a C++ compiler, for a run that is long enough.
+    """What `compile` says on this machine. auto: on a CPU with a C++ compiler, for a run that is long enough and whose
+    layers are not Transformer Engine's.
 
     It depends on the config and the machine only, so a resumed run computes what the first one did.
     Raises BackendError for compile=True on a CPU without a C++ compiler.
     """
     on_cpu = mpu.current_device().type == "cpu"
     if neox_args.compile == "auto":
-        return on_cpu and (neox_args.train_iters or 0) >= AUTO_FROM_ITERS and has_compiler()
+        own_layers = not any(getattr(neox_args, name) for name in TE_LAYERS)
+        is_long = (neox_args.train_iters or 0) >= AUTO_FROM_ITERS
+        return on_cpu and own_layers and is_long and has_compiler()
     if neox_args.compile and on_cpu and not has_compiler():
         raise BackendError(
             "compile=True needs a C++ compiler on the CPU, and there is none; install g++, set the environment "
@@ -38,15 +40,28 @@ def wants_compile(neox_args) -> bool:
     return bool(neox_args.compile)
 
 
-def compiled(function: Callable, enabled: bool, dynamic: Optional[bool] = None) -> Callable:
-    """torch.compile of a function with our settings, which is announced once; the function itself if not enabled.
+def compile_pieces(module: nn.Module) -> None:
+    """Compile what the modules inside this one name in `pieces`: their attributes that are functions of tensors, of
+    elementwise operations and sums, without parameters, communication or random numbers of their own.
 
-    dynamic: compile once for all sizes (True), or for each (False); None leaves that to torch.
+    So nothing that surrounds them has to know: matrix products, attention kernels, collectives, dropout, hooks.
     """
-    if not enabled:
-        return function
+    for part in module.modules():
+        for name in getattr(part, "pieces", ()):
+            setattr(part, name, compiled(getattr(part, name)))
+
+
+@functools.cache
+def compiled(function: Callable) -> Callable:
+    """The function, compiled for each kind of arguments where gradients are computed, and as it is elsewhere: lengths
+    change in generation, and each would be compiled. Equal functions share the work; the first is announced."""
     _announce()
-    return torch.compile(function, options=_OPTIONS, dynamic=dynamic)
+    fast = torch.compile(function, dynamic=False)
+
+    def run(*arguments):
+        return (fast if torch.is_grad_enabled() else function)(*arguments)
+
+    return run
 
 
 @functools.cache

@@ -28,6 +28,7 @@ class ParallelMLP(torch.nn.Module):
         super().__init__()
         geometry = neox_args.mlp_geometry(layer_number)
         self.activation_func, gated = get_activation(neox_args)
+        self.pieces = ("activation_func",) if gated else ()  # the others are one operation already
         if gated != geometry.gated:
             raise ValueError(f"activation={neox_args.activation!r} and {geometry} disagree on gating")
         self.linear1 = column_parallel(neox_args)(

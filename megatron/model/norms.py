@@ -45,10 +45,6 @@ class Norm(torch.nn.Module):
         """1 + scale would lose the low bits of scale in half precision: that product is made in fp32, cast once."""
         return wide_dtype(x) if self.zero_centered else x.dtype
 
-    def _mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Mean over what the norm's statistics are taken of; [..., 1]."""
-        return values.mean(-1, keepdim=True)
-
 
 class LayerNorm(Norm):
     """(x - mean) / sqrt(variance + eps) * weight + bias, statistics over all of `shape` (Ba et al. 2016)."""
@@ -74,21 +70,32 @@ class NonParametricLayernorm(Norm):
         return F.layer_norm(x, self.shape, None, None, self.eps)
 
 
+def rms_norm(x: torch.Tensor, scale: torch.Tensor, eps: float, zero_centered: bool) -> torch.Tensor:
+    """RMSNorm's formula; zero_centered: scale is the difference from 1."""
+    values = x.to(wide_dtype(x))
+    normed = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    scale = scale.to(values.dtype)
+    return ((1 + scale if zero_centered else scale) * normed).to(x.dtype)
+
+
 class RMSNorm(Norm):
     """x / sqrt(mean(x^2) + eps) * scale, mean over the last dimension only, in fp32 (Zhang and Sennrich 2019)."""
+
+    pieces = ("formula",)
+    formula = staticmethod(rms_norm)
 
     def __init__(self, shape: Shape, eps: float = 1e-8, sum_gradient: bool = False, zero_centered: bool = False):
         super().__init__(shape, eps, sum_gradient, zero_centered)
         self.scale = self._new_scale()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        values = x.to(wide_dtype(x))
-        normed = values * torch.rsqrt(self._mean(values.square()) + self.eps)
-        return (self._multiplier(self.scale, values.dtype) * normed).to(x.dtype)
+        return self.formula(x, self._in_use(self.scale), self.eps, self.zero_centered)
 
 
 class FusedRMSNorm(RMSNorm):
     """RMSNorm through torch's own kernel (rmsnorm_fusion): one pass over memory, the same parameters."""
+
+    pieces = ()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dtype = self._product_dtype(x)

@@ -121,6 +121,9 @@ class RotaryEmbedding(nn.Module):
     one (rotary_save_freqs_buffer). It is written and read but not used: rounded frequencies would ruin the tables.
     """
 
+    pieces = ("rotate",)
+    rotate = staticmethod(rotate)
+
     def __init__(self, settings: RotarySettings, buffer_dtype: Optional[torch.dtype] = None):
         super().__init__()
         self.settings = settings
@@ -145,7 +148,7 @@ class RotaryEmbedding(nn.Module):
                 "with the whole text"
             )
         cos, sin = self._tables.rows(offset, end, x.device, x.dtype)
-        return rotate(x, cos, sin)
+        return self.rotate(x, cos, sin)
 
 
 class _Tables:

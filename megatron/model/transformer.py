@@ -13,11 +13,13 @@ from torch import nn
 
 from megatron import mpu
 from megatron.model.attention import LayerKVCache
+from megatron.model.compiling import compile_pieces, wants_compile
 from megatron.model.init_functions import get_init_methods
 from megatron.model.linear import column_parallel
 from megatron.model.norms import get_norm
 from megatron.model.parts import attention_class, mlp_class
 from megatron.model.positional_embeddings import ParallelRelativePositionBias
+from megatron.neox_arguments.support import TE_LAYERS
 
 
 class ParallelTransformerLayer(nn.Module):
@@ -76,6 +78,8 @@ class ParallelTransformerLayer(nn.Module):
             parallel_output=self.gpt_j_residual,
         )
         self.mlp_output_layernorm = norm() if norms_outputs else None
+        if wants_compile(neox_args):
+            compile_pieces(self)
 
     def forward(self, hidden_states: torch.Tensor, kv_cache: Optional[LayerKVCache] = None) -> torch.Tensor:
         """hidden_states [s, b, h] -> [s, b, h]; with a cache, s new tokens behind the cached ones."""
@@ -131,8 +135,7 @@ def _normed(norm: Optional[nn.Module], x: torch.Tensor) -> torch.Tensor:
 
 def _fp8_context(neox_args) -> Callable[[], ContextManager]:
     """Makes the context that a layer's forward pass runs in. Transformer Engine decides; without it there is none."""
-    names = ("te_mha", "te_fp8_mha", "te_layernorm_mlp", "te_columnparallel", "te_rowparallel")
-    if not any(getattr(neox_args, name) for name in names):
+    if not any(getattr(neox_args, name) for name in TE_LAYERS):
         return nullcontext
     from megatron.model.transformer_engine import fp8_context
 

@@ -80,6 +80,9 @@ HONOURED = frozenset(
     """.split()
 )
 
+TE_LAYERS = ("te_mha", "te_fp8_mha", "te_layernorm_mlp", "te_columnparallel", "te_rowparallel")
+"""The switches that make parts of a layer Transformer Engine's."""
+
 DERIVED = frozenset(
     """
     world_size is_pipe_parallel config_files optimizer_type lr zero_stage zero_reduce_scatter

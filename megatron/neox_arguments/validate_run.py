@@ -2,9 +2,10 @@
 
 from typing import Any, Iterator
 
+from megatron.neox_arguments.support import TE_LAYERS
+
 _OPTIMIZERS = ("adam", "cpu_adam", "cpu_torch_adam", "sm3", "madgrad_wd", "sgd", "lion")
 _BACKENDS = ("nccl", "gloo", "mpi", "ccl", "hccl", "xccl", "ucc")
-_TE_LAYERS = ("te_mha", "te_fp8_mha", "te_layernorm_mlp", "te_columnparallel", "te_rowparallel")
 _GENERATION = ("unconditional", "input-file", "interactive", "precompute")
 
 
@@ -106,7 +107,7 @@ def _activation_checkpointing(settings: Any) -> Iterator[str]:
 
 
 def _compile(settings: Any) -> Iterator[str]:
-    with_te = [name for name in _TE_LAYERS if getattr(settings, name)]
+    with_te = [name for name in TE_LAYERS if getattr(settings, name)]
     if settings.compile is True and with_te:
         yield f"compile=True does not go with {with_te[0]}=True: Transformer Engine's layers are kernels already"
 

@@ -83,7 +83,7 @@ class _AllHeads(Norm):
 
         All ranks use the mean, so their gradients of it are summed too.
         """
-        total = mpu.reduce_from_model_parallel_region(super()._mean(values))
+        total = mpu.reduce_from_model_parallel_region(values.mean(-1, keepdim=True))
         return mpu.copy_to_model_parallel_region(total) / mpu.get_model_parallel_world_size()
 
     def _standardised(self, x: torch.Tensor) -> torch.Tensor:
@@ -96,7 +96,12 @@ class _AllHeads(Norm):
 class AllHeadsRMSNorm(_AllHeads, RMSNorm):
     """RMSNorm over all heads."""
 
-    _of_row = RMSNorm.forward
+    pieces = ()
+
+    def _of_row(self, x: torch.Tensor) -> torch.Tensor:
+        values = x.to(wide_dtype(x))
+        normed = values * torch.rsqrt(self._mean(values.square()) + self.eps)
+        return (self._multiplier(self.scale, values.dtype) * normed).to(x.dtype)
 
 
 class AllHeadsLayerNorm(_AllHeads, LayerNorm):
