@@ -24,6 +24,8 @@ from megatron.costs.parameters import Shapes, count
 
 _BYTES = {"fp32": 4, "fp16": 2, "bfloat16": 2, "bf16": 2}
 _BUCKET = 500_000_000
+_PIECE = 1 << 22
+"""Numbers whose bfloat16 gradients are fp32 at a time, if no parameter is larger: that of master_weights.py."""
 
 
 class States(NamedTuple):
@@ -59,7 +61,7 @@ def states(neox_args, parameters: Shapes, replicas: int) -> States:
     if in_bf16 and (neox_args.is_pipe_parallel if stage == 0 else stage == 1 and accumulation_bytes(neox_args) == 4):
         return _bf16_optimizer(neox_args, parameters, replicas)
     if stage == 0:
-        return _replicated(neox_args, parameters)
+        return _replicated(neox_args, parameters, replicas)
     return _zero(neox_args, parameters, replicas, stage)
 
 
@@ -70,12 +72,14 @@ def accumulation_bytes(neox_args) -> int:
     return precision_bytes(neox_args) if name is None else _BYTES[name]
 
 
-def _replicated(neox_args, parameters) -> States:
-    """fp32: the torch optimizer itself. bfloat16: DeepSpeed's FP16_UnfusedOptimizer."""
+def _replicated(neox_args, parameters, replicas: int) -> States:
+    """fp32: the torch optimizer itself. bfloat16: see megatron/training/master_weights.py."""
     numel, size = count(parameters), precision_bytes(neox_args)
     masters = 0 if size == 4 else 4 * numel
     kept = sum(4 * _state_numbers(neox_args, parameter.shape) for parameter in parameters)
-    step = max(size * min(numel, _BUCKET), masters + _norm_bytes(parameters))
+    summed = size * min(numel, _BUCKET) if replicas > 1 else 0
+    piece = min(numel, max(_PIECE, max(parameter.numel for parameter in parameters)))
+    step = max(summed, 0 if size == 4 else 4 * piece)
     return States(size * numel, size * numel, masters + kept, 0, step)
 
 
@@ -160,11 +164,6 @@ def _flat_groups(neox_args, parameters, replicas: int) -> List[int]:
 def _flat_gradient_bytes(size: int, master: int) -> int:
     """A gradient's number in the flat copy that the optimizer takes, and in the copy before its precision changes."""
     return master if size == master else size + master
-
-
-def _norm_bytes(parameters) -> int:
-    """Squares of one gradient, in fp32, of which the norm is the sum: see megatron/training/gradients.py."""
-    return 4 * max(parameter.numel for parameter in parameters)
 
 
 def _state_numbers(neox_args, shape) -> int:

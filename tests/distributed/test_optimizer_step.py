@@ -199,3 +199,10 @@ def slow_data(rank, world_size):
 
 def test_a_step_says_how_long_it_waited_for_its_data(tmp_path):
     run_distributed(1, slow_data, tmp_path=tmp_path)
+
+
+def test_the_memory_estimate_knows_the_size_of_a_piece():
+    from megatron.costs import states
+    from megatron.training import master_weights
+
+    assert states._PIECE == master_weights._PIECE
