@@ -26,9 +26,6 @@ def against_operations(name: str) -> Callable[[Any, Sequence[Row]], None]:
         )
         for column, label, color, style in lines:
             axes.plot(places, [row[column] for row in rows], style, color=color, label=label)
-        for place, row in zip(places, rows, strict=True):
-            label = f"{row['time / first']:.2f}"
-            axes.annotate(label, (place, row["time / first"]), (0, 9), textcoords="offset points", ha="center")
         axes.set_xticks(places, [row[name] for row in rows])
         axes.set_xlabel({"length": "tokens of a text", "layers": "layers"}[name])
         axes.set_ylabel("relative to the first point")
