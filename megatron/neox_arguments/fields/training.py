@@ -258,11 +258,11 @@ class NeoXArgsTraining:
     Adam optimizers. sm3 has none. 0: none."""
 
     compile: Literal[True, False, "auto"] = False
-    """Compile the elementwise parts of the transformer layers with torch.compile: faster steps after a first one that
-    takes 10 to 40 s more, or less in a later run, because the work is cached on disk. The numbers are those of the
-    uncompiled layers up to rounding. On a CPU it needs a C++ compiler. auto: on a CPU that has one, for runs of at
-    least 1000 iterations; not on a GPU, where it has not been tried. Evaluation and generation are not compiled. Does
-    not go with te_*."""
+    """Compile with torch.compile: the norms, rotations and gates of the transformer layers in training, and with true
+    also generation. The first step takes 10 to 40 s more, or less in a later run, because
+    the work is cached on disk. The numbers are the uncompiled ones up to rounding. On a CPU it needs a C++ compiler.
+    auto: on a CPU that has one, for runs of at least 1000 iterations; not on a GPU, where it has not been tried. true
+    does not go with te_*."""
 
     checkpoint_activations: bool = False
     """Keep only the inputs of every `checkpoint_num_layers` layers and recompute the rest in the backward pass: less
