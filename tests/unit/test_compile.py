@@ -88,7 +88,7 @@ def test_inductor_trains_as_uncompiled(capsys, monkeypatch):
     compiling._announce.cache_clear()
     losses = {}
     for compile in (False, True):
-        args = tiny_args(**QWEN, compile=compile, hidden_dropout=0.1)
+        args = tiny_args(**QWEN, num_layers=1, compile=compile, hidden_dropout=0.1)
         engine = build_engine(args)
         losses[compile] = train(args, engine, 4)
         said = capsys.readouterr().out
