@@ -10,6 +10,9 @@ import torch
 _LEAST = 1 << 20
 """Bytes from which it is worth the trouble; the C library keeps smaller pieces itself."""
 
+_MOST = 1 << 29
+"""Bytes kept, at most, while others are taken."""
+
 
 class Buffers:
     """`empty` as torch's. Large tensors get the memory of one of the same size that nothing refers to any more.
@@ -37,5 +40,6 @@ class Buffers:
             for number, memory in enumerate(self._free):
                 if memory.nbytes == size:
                     return self._free.pop(number)
-            self._free.clear()  # other sizes are over: what is kept is not more than what is in use
+            while sum(memory.nbytes for memory in self._free) > _MOST:
+                self._free.pop(0)  # the oldest
         return torch.empty(size, dtype=torch.uint8).numpy()

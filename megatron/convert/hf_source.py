@@ -57,7 +57,7 @@ class HFSource:
         self.raw_config = self._read_config()
         self._entries: Dict[str, _Entry] = {}
         self._tensors: Dict[str, torch.Tensor] = {}
-        self._buffers = Buffers()
+        self.buffers = Buffers()
         names = self._weight_files()
         for name in names:
             self._open(os.path.join(folder, name), name.endswith(".safetensors"))
@@ -92,16 +92,22 @@ class HFSource:
         """The tensor. Raises ConversionError if it cannot be read."""
         return self.read_all([name])[0]
 
-    def read_all(self, names: Sequence[str]) -> List[torch.Tensor]:
-        """Several tensors, one after the other in one piece of memory if their dtype is the same."""
+    def read_all(self, names: Sequence[str], rows: int = 0) -> List[torch.Tensor]:
+        """Several tensors, one after the other in one piece of memory if their dtype is the same.
+
+        There may then be one more, of so many rows and with any contents, behind the others in the same memory.
+        """
         dtypes = {self.dtype(name) for name in names}
         if len(dtypes) != 1 or any(name in self._tensors for name in names):
             return [self._tensors[name] if name in self._tensors else self._read(name) for name in names]
         shapes = [self.shape(name) for name in names]
+        shapes += [(rows, *shapes[-1][1:])] if rows else []
         sizes = [torch.Size(shape).numel() for shape in shapes]
-        parts = self._buffers.empty((sum(sizes),), dtypes.pop()).split(sizes)
+        parts = self.buffers.empty((sum(sizes),), dtypes.pop()).split(sizes)
         parts = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-        return [self._read(name, part) for name, part in zip(names, parts, strict=True)]
+        for name, part in zip(names, parts, strict=False):
+            self._read(name, part)
+        return parts
 
     def _read(self, name: str, tensor: Optional[torch.Tensor] = None) -> torch.Tensor:
         entry = self._entries[name]

@@ -10,7 +10,6 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
-from megatron.checkpointing.buffers import Buffers
 from megatron.checkpointing.folders import refuse_patterns
 from megatron.checkpointing.reader import LayerState
 from megatron.checkpointing.reshard import write_resharded
@@ -114,7 +113,7 @@ class _HFWeights:
         self.main_dtype = dtype or _main_dtype(source, lines)
         self._source = source
         self._neox_args = neox_args
-        self._shards = Shards(neox_args, empty=Buffers().empty)
+        self._shards = Shards(neox_args, empty=source.buffers.empty)
         self._dtype = dtype
         self._lines: Dict[int, List[Line]] = {}
         for line in lines:
@@ -157,7 +156,8 @@ class _HFWeights:
         return {name: self._shards.piece(index, name, whole, rank, ranks) for name, whole in self._whole.items()}
 
     def _merged(self, line: Line) -> torch.Tensor:
-        whole = line.operation.merge(self._source.read_all(line.theirs), line.widths)
+        tensors = self._source.read_all(line.theirs, line.operation.rows_added(line.widths))
+        whole = line.operation.merge(tensors, line.widths)
         dtype = self._dtype if line.theirs else self.main_dtype
         return converted(whole, dtype, line.ours)
 

@@ -26,6 +26,10 @@ class Operation:
         """Inverse of `merge`."""
         return [whole]
 
+    def rows_added(self, widths: LayerWidths) -> int:
+        """By `merge`, which may be given memory for them, right behind the last tensor's, as one tensor more."""
+        return 0
+
 
 class FuseQKV(Operation):
     """q [n·d, ...], k and v [m·d, ...] <-> query_key_value [(n + 2m)·d, ...] in the layout of the geometry."""
@@ -60,12 +64,18 @@ class PadVocabulary(Operation):
     """
 
     def merge(self, tensors: Sequence[torch.Tensor], widths: LayerWidths) -> torch.Tensor:
-        (table,) = tensors
+        table, *room = tensors
         missing = widths.padded_vocabulary - table.shape[0]
-        return table if missing <= 0 else stack_rows([table, table[-1:].expand(missing, *table.shape[1:])])
+        if missing <= 0:
+            return table
+        repeated = table[-1:].expand(missing, *table.shape[1:])
+        return stack_rows([table, room[0].copy_(repeated) if room else repeated])
 
     def split(self, whole: torch.Tensor, widths: LayerWidths) -> List[torch.Tensor]:
         return [whole[: widths.vocabulary]]
+
+    def rows_added(self, widths: LayerWidths) -> int:
+        return max(0, widths.padded_vocabulary - widths.vocabulary)
 
 
 COPY, QKV, STACK, VOCABULARY = Operation(), FuseQKV(), Stack(), PadVocabulary()

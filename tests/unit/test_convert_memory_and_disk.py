@@ -16,6 +16,10 @@ from megatron.checkpointing.reader import CheckpointReader
 from megatron.checkpointing.safe_load import load_file, save_file
 from megatron.checkpointing.streamed_file import save_file as streamed_save
 from megatron.convert.exporting import plan_export
+from megatron.convert.hf_source import HFSource
+from megatron.convert.operations import COPY, VOCABULARY
+from megatron.convert.widths import LayerWidths
+from tests.helpers.configs import tiny_args
 from tests.helpers.convert_folders import assert_same_tensors, run_export, run_import, saved
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux's calls")
@@ -118,7 +122,7 @@ def test_what_is_not_mapped_is_not_forgotten(zipped, tmp_path):
     assert_same_tensors(source, tmp_path / "back")
 
 
-def test_memory_is_taken_again_when_nothing_refers_to_it():
+def test_memory_is_taken_again_when_nothing_refers_to_it(monkeypatch):
     buffers, size = Buffers(), 1 << 20
     first = buffers.empty((size // 4, 2), torch.bfloat16)
     place, part = first.data_ptr(), first.fill_(3)[5:9].view(-1)
@@ -130,10 +134,12 @@ def test_memory_is_taken_again_when_nothing_refers_to_it():
     del part
     again = buffers.empty((size // 4,), torch.float32)
     assert again.data_ptr() == place
+    monkeypatch.setattr(buffers_module, "_MOST", size)
     del other, again
     assert len(buffers._free) == 2
     larger = buffers.empty((size + 2,), torch.float16)
-    assert buffers._free == [] and larger.nbytes == 2 * size + 4, "nothing of other sizes is kept"
+    assert [memory.ctypes.data for memory in buffers._free] == [place], "the older one is given back"
+    assert larger.nbytes == 2 * size + 4
     assert buffers.empty((3, 0), torch.float32).shape == (3, 0)
 
 
@@ -148,6 +154,22 @@ def test_layers_take_the_memory_of_those_before_them(tmp_path, monkeypatch):
     assert len(taken) > 70 and len(set(map(id, taken))) < 0.5 * len(taken)
     run_export(folder, tmp_path / "back")
     assert_same_tensors(source, tmp_path / "back")
+
+
+def test_a_padded_table_is_read_into_its_place(tmp_path):
+    source = HFSource(saved(tmp_path / "hf"))
+    (name,) = [name for name in source.names() if name.endswith("embed_tokens.weight")]
+    rows, width = source.shape(name)
+    widths = LayerWidths.of_layer(
+        tiny_args(hidden_size=width, num_attention_heads=4, head_dim=6, padded_vocab_size=rows + 5), rows
+    )
+    assert VOCABULARY.rows_added(widths) == 5 and COPY.rows_added(widths) == 0
+    read = source.read_all([name], 5)
+    assert [tuple(part.shape) for part in read] == [(rows, width), (5, width)]
+    table = VOCABULARY.merge(read, widths)
+    assert table.data_ptr() == read[0].data_ptr() and table.shape == (rows + 5, width)
+    assert torch.equal(table, VOCABULARY.merge([source.read(name)], widths))
+    assert torch.equal(table[:rows], source.read(name)) and torch.equal(table[rows:], table[-1:].expand(5, width))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
