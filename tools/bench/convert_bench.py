@@ -1,19 +1,20 @@
 """Time and memory of conversion, beside `cp` of the same bytes, on a random model.
 
-    python -m tools.bench.convert_bench [--model qwen3-4b] [--layers N] [--tp N] [--pp P] [--dir DIR]
+    python -m tools.bench.convert_bench [--model qwen3-4b] [--layers N] [--tp N] [--pp P] [--repeats N] [--dir DIR]
 
-Makes a Hugging Face folder of random bf16 weights, imports it, exports that again, compares every tensor with the
-source. Before and after each it copies the source with cp and sync, the mean of which is what a step is compared with,
-since a shared disk changes its speed. Each step is a process of its own and starts with nothing waiting to be
-written. Anonymous memory is what the process itself holds; peak RSS also counts pages of mapped files, which the system
-takes back when it needs them. DIR needs room for three copies.
+Makes a Hugging Face folder of random bf16 weights; imports it and exports that again, --repeats times; compares every
+tensor with the source. Before and after each it copies the source with cp and sync, the mean of which is what a step is
+compared with, since a shared disk changes its speed; of the ratios the median is given. Each step is a process of its
+own and starts with nothing waiting to be written. Memory of its own is what the process holds; peak RSS also counts
+pages of mapped files, which the system takes back when it needs them. DIR needs room for three copies.
 """
 
 import argparse
-import json
 import os
 import resource
+import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,15 +22,15 @@ import time
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from megatron.convert.families import FAMILIES
 from megatron.convert.hf_source import HFSource
 from megatron.convert.hf_writer import HFWriter, write_json
 from megatron.convert.rules import write_out
 from megatron.neox_arguments import NeoXArgs
+from tools.bench import report
 from tools.ending import sigterm_as_exit
+from tools.options import at_least
 
 COMMON = dict(vocab_size=151936, rope_theta=1e6, rms_norm_eps=1e-6, max_position_embeddings=40960)
 MODELS = {
@@ -45,6 +46,11 @@ MODELS = {
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _POLL_SECONDS = 0.01
 COPY = "cp and sync"
+NAME = "convert"
+MOST_RATIO = 1.5
+"""Wanted, beside the copies; of a whole qwen3-4b, whose 8 GB outweigh the start of Python."""
+LEAST_LIMIT = 3 << 29
+"""Memory of its own that is allowed in any case: 1.5 GiB. Else three times the largest tensor."""
 
 
 class Step(NamedTuple):
@@ -61,10 +67,14 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Run the benchmark; returns 1 if a tensor came back changed."""
     options = parse(arguments)
     with sigterm_as_exit(), tempfile.TemporaryDirectory(prefix="convert_bench_", dir=options.dir) as work:
-        source = os.path.join(work, "source")
+        source, exported = os.path.join(work, "source"), os.path.join(work, "exported")
         size, largest = make_model(source, options.model, options.layers)
-        steps = [measured(name, command, size) for name, command in commands(work, options)]
-        changed = differences(source, os.path.join(work, "exported"))
+        steps: List[Step] = []
+        for number in range(options.repeats):
+            for folder in (exported, os.path.join(work, "imported")):
+                shutil.rmtree(folder, ignore_errors=True)
+            steps += [measured(name, command, size) for name, command in commands(work, options)[number > 0 :]]
+        changed = differences(source, exported)
     show(options, steps, size, largest)
     print(f"tensors that came back changed: {changed or 'none'}")
     return 1 if changed else 0
@@ -72,11 +82,12 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
 
 def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__, NAME)
     parser.add_argument("--model", choices=MODELS, default="qwen3-4b")
-    parser.add_argument("--layers", type=int, help="fewer than the model has, for a small disk")
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--layers", type=at_least(1), help="fewer than the model has, for a small disk")
+    parser.add_argument("--tp", type=at_least(1), default=1)
+    parser.add_argument("--pp", type=at_least(0), default=1)
+    parser.add_argument("--repeats", type=at_least(1), default=1)
     parser.add_argument("--dir", help="on the disk to measure; by default the system's folder for temporary files")
     return parser.parse_args(arguments)
 
@@ -174,19 +185,59 @@ def differences(first: str, second: str) -> List[str]:
 
 
 def show(options: argparse.Namespace, steps: List[Step], size: int, largest: int) -> None:
-    """Print the table, and a JSON line of it."""
-    title = (
-        f"{options.model}: {size / 1e9:.2f} GB, largest tensor {largest / 1e6:.0f} MB; tp {options.tp} pp {options.pp}"
+    """Print the table, and write it."""
+    rows = [row(name, steps) for name in (COPY, "import", "export")]
+    layers = f", {options.layers} layers" if options.layers else ""
+    title = f"{options.model}{layers}: {size / 1e9:.2f} GB, largest tensor {largest / 1e6:.0f} MB"
+    report.report(
+        options.out,
+        NAME,
+        f"{title}; tp {options.tp} pp {options.pp}",
+        rows,
+        targets=targets(rows[1:], options, largest),
+        picture=report.bars("x cp", "time beside cp of the same bytes", limit=MOST_RATIO),
+        bytes=size,
+        largest=largest,
+        steps=[step._asdict() for step in steps],
     )
-    table = Table("step", "seconds", "CPU s", "GB/s", "x cp", "anonymous peak, MiB", "peak RSS, MiB", title=title)
+
+
+def row(name: str, steps: List[Step]) -> report.Row:
+    """Medians of all runs of one step; memory: the most."""
+    mine = [step for step in steps if step.name == name]
+    return {
+        "step": name,
+        "runs": len(mine),
+        "seconds": statistics.median(step.seconds for step in mine),
+        "from": min(step.seconds for step in mine),
+        "to": max(step.seconds for step in mine),
+        "CPU seconds": statistics.median(step.cpu_seconds for step in mine),
+        "x cp": statistics.median(ratios(name, steps)),
+        "own memory, MiB": max(step.anonymous for step in mine) / 2**20,
+        "peak RSS, MiB": max(step.resident for step in mine) / 2**20,
+    }
+
+
+def ratios(name: str, steps: List[Step]) -> List[float]:
+    """Of each run of a step to the mean of the copies just before and after it; a copy counts as its own."""
+    found = []
     for number, step in enumerate(steps):
         around = [other.seconds for other in steps[max(number - 1, 0) : number + 2] if other.name == COPY]
-        ratio = f"{step.seconds / (sum(around) / len(around)):.2f}"
-        mebibytes = (f"{amount / 2**20:.0f}" for amount in (step.anonymous, step.resident))
-        rate = f"{size / step.seconds / 1e9:.2f}"
-        table.add_row(step.name, f"{step.seconds:.1f}", f"{step.cpu_seconds:.1f}", rate, ratio, *mebibytes)
-    Console().print(table)
-    print(json.dumps({"bytes": size, "largest": largest, "steps": [step._asdict() for step in steps]}))
+        found += [step.seconds / statistics.mean(around)] if step.name == name else []
+    return found
+
+
+def targets(rows: List[report.Row], options: argparse.Namespace, largest: int) -> List[report.Target]:
+    """Time of a whole model only."""
+    whole, most = options.model == "qwen3-4b" and not options.layers, max(LEAST_LIMIT, 3 * largest) / 2**20
+    return [
+        each
+        for line in rows
+        for each in (
+            report.Target(f"{line['step']}: x cp", MOST_RATIO, line["x cp"] if whole else None),
+            report.Target(f"{line['step']}: memory of its own, MiB", most, line["own memory, MiB"]),
+        )
+    ]
 
 
 if __name__ == "__main__":
