@@ -46,7 +46,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
                 "MiB": each["bytes"] / 2**20,
                 "x transformers": each["bytes"] / peer,
             }
-            rows.append({**line, "seconds": each["seconds"], "loss": each["loss"]})
+            rows.append({**line, "loss": each["loss"]})
         for name in (FUSED, FUSED_TP):
             goal = f"{precision}: memory of the loss / transformers', {name.removeprefix('ours, ')}"
             targets.append(report.Target(goal, WANTED, found[name]["bytes"] / peer))
@@ -56,7 +56,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
 
 
 def measured(name: str, given: Settings, repeats: int) -> Dict[str, float]:
-    """Medians of a line: bytes over all ranks, seconds, the loss."""
+    """Medians of a line: bytes over all ranks, and the loss."""
     ranks = 2 if name == FUSED_TP else 1
     target = "tools.bench.loss_bench:" + ("peer" if name == PEER else "whole" if name == WHOLE else "fused")
     with ExitStack() as stack:
@@ -64,7 +64,7 @@ def measured(name: str, given: Settings, repeats: int) -> Dict[str, float]:
         places = [dict(rank=rank, ranks=ranks, store=os.path.join(folder, "store")) for rank in range(ranks)]
         workers = [stack.enter_context(Worker(target, {**given, **place}, RETURNING_MALLOC)) for place in places]
         rounds = [together(workers) for _ in range(repeats + 1)][1:]
-    return {figure: median(rounds, figure) for figure in ("bytes", "seconds", "loss")}
+    return {figure: median(rounds, figure) for figure in ("bytes", "loss")}
 
 
 def together(workers: Sequence[Worker]) -> Dict[str, float]:
@@ -73,7 +73,7 @@ def together(workers: Sequence[Worker]) -> Dict[str, float]:
         worker.begin()
     results = [worker.result() for worker in workers]
     grown = sum(each["peak_rss"] - each["rss_before"] for each in results)
-    return dict(bytes=grown, seconds=max(each["seconds"] for each in results), loss=results[0]["loss"])
+    return dict(bytes=grown, loss=results[0]["loss"])
 
 
 def peer(settings: Settings) -> Step:
