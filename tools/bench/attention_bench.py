@@ -4,7 +4,7 @@
 
 8 query and 4 key-value heads of 128, batch 1, bf16, causal. Every kernel and length is a process of its own, which
 gives freed memory back at once. The growth of its resident memory over what it holds between steps (inputs and their
-gradients, which are linear) is shown; so is the time, one after the other, not in turn.
+gradients, which are linear) is shown.
 """
 
 import sys
@@ -42,7 +42,7 @@ def measured(kernel: str, tokens: int, repeats: int) -> report.Row:
     with Worker("tools.bench.attention_bench:attention", settings, RETURNING_MALLOC) as worker:
         figures = interleaved({kernel: worker}, repeats)[kernel]
     growth = [dict(bytes=each["peak_rss"] - each["rss_before"]) for each in figures]
-    return {"kernel": kernel, "tokens": tokens, "MiB": median(growth, "bytes") / 2**20, "seconds": median(figures)}
+    return {"kernel": kernel, "tokens": tokens, "MiB": median(growth, "bytes") / 2**20}
 
 
 def attention(settings: Dict[str, Any]) -> Callable[[], None]:
