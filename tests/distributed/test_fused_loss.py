@@ -20,9 +20,7 @@ TIED = dict(**NARROW, norm="layernorm", pos_emb="learned", no_weight_tying=False
 LAYOUTS = {
     "tp2": dict(model_parallel_size=2),
     "tp2 sequence parallel": dict(model_parallel_size=2, sequence_parallel=True, checkpoint_activations=True),
-    "tp2 sequence parallel pipeline module": dict(model_parallel_size=2, sequence_parallel=True, pipe_parallel_size=1),
-    "pp2": dict(pipe_parallel_size=2, checkpoint_activations=True),
-    "pp2 zero1": dict(pipe_parallel_size=2, zero_optimization={"stage": 1}),
+    "pp2": dict(pipe_parallel_size=2, checkpoint_activations=True, zero_optimization={"stage": 1}),
     "dp2 zero2": dict(train_micro_batch_size_per_gpu=1, zero_optimization={"stage": 2}),
     "dp2 zero3": ZERO3,
 }
