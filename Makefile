@@ -19,7 +19,7 @@ demo: $(READY)
 test: $(READY)
 	$(RUN) -m pytest tests -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-# What a CPU can measure of speed and memory, in under 15 minutes on a machine that does nothing else; writes runs/bench.
+# What a CPU can measure of speed and memory, in short; nothing else should run meanwhile. Writes runs/bench.
 bench: $(READY)
 	$(RUN) -m tools.bench.all
 
