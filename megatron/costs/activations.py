@@ -19,7 +19,7 @@ import torch
 from megatron.costs.parameters import share
 from megatron.costs.states import precision_bytes
 from megatron.model.attention.cache import cached_key_heads
-from megatron.model.attention.core import AUTO_ORDER, KERNELS, AttentionRequest
+from megatron.model.attention.core import AUTO_ORDER, KERNELS, AttentionRequest, shifted
 from megatron.model.attention.core.chunked import EXPLICIT_KEYS
 from megatron.model.attention.core.cpu_flash import OWN_BACKWARD_WIDTH
 from megatron.model.attention.core.flash import HEAD_DIM_MULTIPLE
@@ -141,12 +141,19 @@ def _plain_on_cpu(neox_args, number: int, batch: Batch) -> bool:
     return not hides and geometry.head_dim < OWN_BACKWARD_WIDTH
 
 
+def _keeps_highest(neox_args, number: int, batch: Batch) -> bool:
+    """Whether chunked has the backward pass of core/shifted.py."""
+    if neox_args.layer_attention(number).logit_softcap is not None or neox_args.attention_dropout > 0:
+        return False
+    return shifted.suits(neox_args.params_dtype, torch.device(batch.device), neox_args.head_geometry(number).head_dim)
+
+
 def attention_bytes(neox_args, number: int, batch: Batch) -> Dict[str, int]:
     """What is saved from the QKV projection's output to the input of the output projection.
 
     norm: on queries and keys. heads: what the kernel has as queries, keys and values, and where one of these or a
     norm's input is a view, the projection's whole output. scores: kept by the explicit kernels only. context: the
-    kernel's output, and the log-sum-exp of each row.
+    kernel's output, and the log-sum-exp of each row (with a shifted backward pass its highest score too).
     """
     geometry, layer = neox_args.head_geometry(number), neox_args.layer_attention(number)
     own, c, tokens = geometry.shard(batch.ranks), batch.number_bytes, batch.tokens
@@ -161,7 +168,7 @@ def attention_bytes(neox_args, number: int, batch: Batch) -> Dict[str, int]:
         context = c * tokens * n * wide + 4 * tokens * n + (context if wide != d else 0)
     elif kernel == "chunked":
         heads, keeps_projection = (c * tokens * (n + keys) * d if fresh else 0), True
-        context += 4 * tokens * n
+        context += 4 * tokens * n * (2 if _keeps_highest(neox_args, number, batch) else 1)
     else:
         scores = _score_bytes(neox_args, number, batch, in_fp32=kernel == "explicit")
         copied = n + keys + own.num_kv_heads

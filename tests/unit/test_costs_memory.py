@@ -16,6 +16,7 @@ LAYERS = {
     **{f"{kernel}_{texts}": dict(attention_config=[kernel] * 2, train_micro_batch_size_per_gpu=texts)
        for kernel in ("global", "flash", "chunked") for texts in (1, 3)},
     **{f"long_{kernel}": dict(**LONG, attention_config=[kernel] * 2) for kernel in ("global", "flash", "chunked")},
+    "long_wide": dict(**LONG, attention_config=["chunked"] * 2, head_dim=128),
     "long_window": dict(**LONG, sliding_window_width=40),
     "long_dropout": dict(**LONG, attention_config=["chunked"] * 2, attention_dropout=0.1),
     **{norm: dict(norm=norm) for norm in ("rmsnorm", "scalenorm", "layernorm", "non_parametric_layernorm")},

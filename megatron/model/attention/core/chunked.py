@@ -78,11 +78,6 @@ def _explicit_is_faster(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec:
     return half or not cpu_flash.can_backward(q, k, v, spec)
 
 
-def _torch_is_faster(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> bool:
-    """Whether the forward pass is torch's kernel."""
-    return cpu_flash.can(q, k, v, spec) and not shifted.can(q, spec)
-
-
 def _by_device(table, device: torch.device) -> int:
     return table.get(device.type, table["cuda"])
 
@@ -106,22 +101,23 @@ class _Blockwise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, spec):
-        run = cpu_flash.forward if _torch_is_faster(q, k, v, spec) else _forward
-        output, *of_rows = run(q, k, v, spec)
-        ctx.save_for_backward(q, k, v, output, *of_rows)
+        shifts = shifted.can(q, spec)
+        run = cpu_flash.forward if cpu_flash.can(q, k, v, spec) and not shifts else _forward
+        output, log_sums, *highest = run(q, k, v, spec)
+        ctx.save_for_backward(q, k, v, output, log_sums, *(highest if shifts else ()))
         ctx.spec = spec
         return output.permute(2, 0, 1, 3)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream):
-        q, k, v, output, *of_rows = ctx.saved_tensors  # once: under activation checkpointing this computes them
+        # Read once: under activation checkpointing this computes them.
+        q, k, v, output, log_sums, *highest = ctx.saved_tensors
         spec, upstream = ctx.spec, upstream.permute(1, 2, 0, 3)
-        if shifted.can(q, spec) and len(of_rows) == 2:
-            return (*shifted.backward(q, k, v, output, *of_rows, upstream, spec, _block(k)), None)
-        is_torchs = len(of_rows) == 1 and cpu_flash.can_backward(q, k, v, spec)
-        run = cpu_flash.backward if is_torchs else _backward
-        return (*run(q, k, v, output, of_rows[0], upstream, spec), None)
+        if highest:
+            return (*shifted.backward(q, k, v, output, log_sums, *highest, upstream, spec, _block(k)), None)
+        run = cpu_flash.backward if cpu_flash.can_backward(q, k, v, spec) else _backward
+        return (*run(q, k, v, output, log_sums, upstream, spec), None)
 
 
 def _forward(q, k, v, spec: Spec):

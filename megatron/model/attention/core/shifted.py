@@ -27,8 +27,12 @@ def can(q: torch.Tensor, spec: Spec) -> bool:
     Time of both passes relative to torch's forward and backward, 8 heads and 4 kv heads: at head_dim 128 0.7 with 512
     tokens and 0.9 to 1.0 with 2048, at 64 0.8 to 1.0 and 1.1. Not measured with AMX, where torch's forward is fast.
     """
-    suits = q.dtype == torch.bfloat16 and q.device.type == "cpu" and q.shape[-1] >= OWN_BACKWARD_WIDTH
-    return suits and spec.softcap is None and not spec.dropout_p and not _has_amx()
+    return suits(q.dtype, q.device, q.shape[-1]) and spec.softcap is None and not spec.dropout_p
+
+
+def suits(dtype: torch.dtype, device: torch.device, head_dim: int) -> bool:
+    """The part of that which a layer's attention function has no say in."""
+    return dtype == torch.bfloat16 and device.type == "cpu" and head_dim >= OWN_BACKWARD_WIDTH and not _has_amx()
 
 
 @functools.cache
