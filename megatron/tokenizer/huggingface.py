@@ -41,7 +41,8 @@ class _LibraryTokenizer(AbstractTokenizer):
         return self.tokenizer.encode(text).ids
 
     def tokenize_batch(self, texts: Sequence[str]) -> List[List[int]]:
-        return [encoding.ids for encoding in self.tokenizer.encode_batch(list(texts))]
+        """Also for one text faster than `tokenize`: the library leaves out the places of the tokens in the text."""
+        return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(list(texts))]
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode([int(token) for token in token_ids], skip_special_tokens=self.skip_special_tokens)

@@ -69,7 +69,7 @@ class Encoder:
             raise DataError(f"{document.place}: the text has half of a surrogate pair ({error.reason})") from error
 
     def _tokens(self, text: str) -> np.ndarray:
-        return np.array(self.tokenizer.tokenize(text) + self.suffix, dtype=np.int32)
+        return np.array(self.tokenizer.tokenize_batch([text])[0] + self.suffix, dtype=np.int32)
 
 
 def preprocess(
