@@ -69,12 +69,14 @@ def test_a_file_is_given_to_the_disk_as_it_grows(ranges, tmp_path):
 def test_a_slow_disk_is_told_once_and_not_waited_for(ranges, tmp_path):
     gate, before = threading.Event(), _descriptors()
     output_file._worker().submit(gate.wait)
-    file = OutputFile(str(tmp_path / "file"))
-    for _ in range(50):
-        file.write(b"x" * 1000)
-    assert _descriptors() - before == 2, "the file, and the one range that waits"
-    file.close()
-    gate.set()
+    try:
+        file = OutputFile(str(tmp_path / "file"))
+        for _ in range(50):
+            file.write(b"x" * 1000)
+        assert _descriptors() - before == 2, "the file, and the one range that waits"
+        file.close()
+    finally:
+        gate.set()
     _wait()
     assert [entry[1:] for entry in ranges] == [(0, 1000)]
 
