@@ -11,7 +11,7 @@ from megatron import costs
 from megatron.neox_arguments import NeoXArgs
 from tests.helpers.configs import tiny_values
 from tests.helpers.geometries import WIDE_NON_DIVISIBLE
-from tools.bench import data_bench, gpu_bench, scaling_bench, scaling_page, scaling_shapes, scaling_steps, startup_bench
+from tools.bench import data_bench, gpu_bench, scaling_bench, scaling_page, scaling_shapes, startup_bench
 from tools.bench.workers import Worker
 
 GPU_SCRIPT = os.path.join(os.path.dirname(gpu_bench.__file__), "gpu.sh")
@@ -69,12 +69,18 @@ def test_layouts_do_the_same_work():
         assert processes * threads <= 2
 
 
+def in_a_worker(target, settings):
+    """The points of one step, in a process of its own: an engine leaves states behind that other tests would meet."""
+    with Worker(f"tools.bench.scaling_steps:{target}", settings, {"OMP_NUM_THREADS": "1"}) as worker:
+        return worker.step()["points"]
+
+
 def test_steps_train_and_decode():
     values = tiny_values(**WIDE_NON_DIVISIBLE, global_num_gpus=1)
-    trained = scaling_steps.training_steps({"models": {"a": values, "b": {**values, "num_layers": 1}}})()["points"]
+    trained = in_a_worker("training_steps", {"models": {"a": values, "b": {**values, "num_layers": 1}}})
     assert set(trained) == {"a", "b"}
     assert all(each["seconds"] > 0 and each["peak_rss"] >= each["rss_before"] > 0 for each in trained.values())
-    decoded = scaling_steps.decoding({"models": {"a": values}, "batch": 3, "prompt": 10, "new": 6})()["points"]["a"]
+    decoded = in_a_worker("decoding", {"models": {"a": values}, "batch": 3, "prompt": 10, "new": 6})["a"]
     assert decoded["seconds"] > 0
     assert decoded["cache_bytes"] == costs.kv_cache_bytes(_arguments(values), 3, 15)
 

@@ -38,12 +38,14 @@ def test_signal_is_noted_and_handlers_come_back(number):
 
 
 def test_second_signal_acts():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     with StopSignal() as stop:
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             signal.pause()
         assert stop.agreed() == "SIGINT"
+    signal.signal(signal.SIGINT, before)
 
 
 def step(loss=1.0, skipped=False):

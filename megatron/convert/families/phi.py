@@ -37,6 +37,10 @@ class WithoutBias(PadVocabulary):
         (table,) = super().split(whole, widths)
         return [table, table.new_zeros(widths.vocabulary)]
 
+    def rows_added(self, widths: LayerWidths) -> int:
+        """None in place: the last tensor is the bias, not the table."""
+        return 0
+
 
 class Unused(Operation):
     """A parameter that has no counterpart and no effect: made anew with one value, and left out on the way back."""
