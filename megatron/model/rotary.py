@@ -92,7 +92,22 @@ def _longrope(scaling: RopeScaling, ndims: int, base: float, length: int) -> tor
     return 1.0 / (factors * _wavelengths(ndims, base))
 
 
-_SCALED = {"linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
+def _proportional(scaling: RopeScaling, ndims: int, base: float, length: int) -> torch.Tensor:
+    """Gemma 4's: the first pairs turn as in a head rotated whole, the others do not turn. Pair i is still dimensions i
+    and i + r/2, so this is no rotation of the first dimensions of a head, as rotary_pct is."""
+    inv_freq = rotary_inv_freq(ndims, base) / scaling.factor
+    inv_freq[scaling.rotated_pairs(ndims) :] = 0.0
+    return inv_freq
+
+
+_SCALED = {
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "proportional": _proportional,
+}
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ _KEYS: Dict[str, Tuple[Tuple[str, ...], Tuple[str, ...]]] = {
         (_ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     ),
     "longrope": (("short_factor", "long_factor"), (_ORIGINAL, "attention_factor", "factor")),
+    "proportional": ((), ("factor",)),
 }
 """Required and optional keys of each type."""
 _ALIASES = {"su": "longrope"}
@@ -45,6 +46,11 @@ class RopeScaling:
     truncate: bool = True
     short_factor: Tuple[float, ...] = ()
     long_factor: Tuple[float, ...] = ()
+    partial_rotary_factor: float = 1.0
+
+    def rotated_pairs(self, rotary_ndims: int) -> int:
+        """How many pairs of dimensions turn at all: the first ones, which of type proportional is a share of them."""
+        return int(self.partial_rotary_factor * rotary_ndims // 2)
 
     @property
     def length_threshold(self) -> Optional[int]:
@@ -65,8 +71,9 @@ def parse_rope_scaling(
 
     Names, defaults and the spelling `type` for `rope_type` are those of transformers 5 (modeling_rope_utils), whose
     `rope_parameters` may also hold rope_theta and partial_rotary_factor: they must repeat `base` (rotary_emb_base) and
-    `rotary_pct`. Beyond it, dynamic may have original_max_position_embeddings (default max_position_embeddings, the
-    only length that transformers knows for it). `name` is what messages call the mapping.
+    `rotary_pct`. Of type proportional, partial_rotary_factor is a number of its own. Beyond transformers, dynamic may
+    have original_max_position_embeddings (default max_position_embeddings, the only length that it knows for it).
+    `name` is what messages call the mapping.
 
     Raises ConfigError with every problem found.
     """
@@ -81,10 +88,13 @@ def parse_rope_scaling(
     problems = [
         *_key_problems(rope_type, value, given),
         *(f"{key}={given[key]!r} must be {wanted}" for key, wanted in _wrong_values(given, rotary_ndims)),
-        *_repeated_problems(given, base, rotary_pct),
+        *_repeated_problems(rope_type, given, base, rotary_pct),
     ]
     if not problems:
-        problems = [*_contradictions(rope_type, given, rotary_ndims, max_position_embeddings, base)]
+        problems = [
+            *_contradictions(rope_type, given, rotary_ndims, max_position_embeddings, base),
+            *(_share_problems(given, rotary_ndims, rotary_pct) if rope_type == "proportional" else ()),
+        ]
     if problems:
         raise ConfigError([f"{name} of type {rope_type}: {problem}" for problem in problems])
     return None if rope_type == "default" else _resolve(rope_type, given, max_position_embeddings)
@@ -153,11 +163,13 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def _repeated_problems(given: Mapping[str, Any], base: Optional[float], rotary_pct: Optional[float]) -> Iterator[str]:
-    for key, setting, wanted in (
-        ("rope_theta", "rotary_emb_base", base),
-        ("partial_rotary_factor", "rotary_pct", rotary_pct),
-    ):
+def _repeated_problems(
+    rope_type: str, given: Mapping[str, Any], base: Optional[float], rotary_pct: Optional[float]
+) -> Iterator[str]:
+    settings = [("rope_theta", "rotary_emb_base", base)]
+    if rope_type != "proportional":
+        settings.append(("partial_rotary_factor", "rotary_pct", rotary_pct))
+    for key, setting, wanted in settings:
         if key in given and wanted is not None and _is_number(given[key]) and given[key] != wanted:
             yield f"{key}={given[key]} and {setting}={wanted} are one setting; change {setting} or remove {key}"
 
@@ -185,6 +197,17 @@ def _contradictions(
         yield "it changes no frequency of 2 rotated dimensions; raise rotary_pct or use type linear"
 
 
+def _share_problems(given: Mapping[str, Any], rotary_ndims: int, rotary_pct: Optional[float]) -> Iterator[str]:
+    """Of type proportional, which has frequencies for the whole head and zeros among them."""
+    share = given.get("partial_rotary_factor", 1.0)
+    if rotary_pct not in (None, 1.0):
+        yield f"partial_rotary_factor={share} says which share of a head turns; set rotary_pct 1.0, not {rotary_pct}"
+    if share > 1:
+        yield f"partial_rotary_factor={share} must be at most 1"
+    elif int(share * rotary_ndims // 2) == 0:
+        yield f"partial_rotary_factor={share} of {rotary_ndims} dimensions turns none; raise it, or use no_rope_layers"
+
+
 def _resolve(rope_type: str, given: Mapping[str, Any], max_positions: int) -> RopeScaling:
     original = given.get(_ORIGINAL, max_positions)
     factor = float(given.get("factor", max_positions / original))
@@ -193,10 +216,12 @@ def _resolve(rope_type: str, given: Mapping[str, Any], max_positions: int) -> Ro
         for key in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
         if key in given
     }
+    if rope_type == "proportional":
+        numbers["partial_rotary_factor"] = float(given.get("partial_rotary_factor", 1.0))
     return RopeScaling(
         rope_type,
         factor,
-        0 if rope_type == "linear" else original,
+        0 if rope_type in ("linear", "proportional") else original,
         _attention_factor(rope_type, given, factor, original),
         truncate=given.get("truncate", True),
         **numbers,

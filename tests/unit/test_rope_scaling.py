@@ -77,6 +77,17 @@ def test_frequencies_are_those_of_transformers(case):
         assert factor == pytest.approx(wanted_factor, rel=1e-12)
 
 
+@pytest.mark.parametrize("head_dim, share, factor", [(512, 0.25, 1.0), (24, 0.7, 8.0), (10, 1.0, 1.0), (22, 0.1, 2.5)])
+def test_proportional_turns_a_share_of_the_pairs_of_a_whole_head(head_dim, share, factor):
+    """Gemma 4's global layers; its first case. int(share x head_dim) can be odd: half of it is rounded down."""
+    numbers = dict(rope_type="proportional", partial_rotary_factor=share, factor=factor)
+    scaling = parse_rope_scaling(numbers, head_dim, 64, base=1e6, rotary_pct=1.0)
+    mine, attention_factor = rotary_frequencies(RotarySettings(head_dim, 1e6, 64, scaling))
+    wanted, _ = theirs("proportional", dict(factor=factor), 1e6, head_dim, share, 64)
+    torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=0)
+    assert attention_factor == 1.0 and (mine > 0).sum() == int(head_dim * share) // 2
+
+
 def test_dynamic_begins_at_a_length_of_its_own():
     """transformers' max_position_embeddings is the original length of dynamic; here it is the bound of seq_length."""
     scaling = parse_rope_scaling(dict(rope_type="dynamic", factor=4, original_max_position_embeddings=64), 24, 512)
@@ -108,7 +119,7 @@ REFUSED = [  # mapping and what the message says, for 16 of 32 rotated dimension
     ({}, "rope_scaling={} has no rope_type; give one of default, linear"),
     ({"factor": 2.0}, "has no rope_type"),
     ({"rope_type": "yarm", "factor": 2}, "'yarm', which is none of .*; did you mean yarn?"),
-    ({"rope_type": "proportional"}, "'proportional', which is none of"),
+    ({"rope_type": "axial"}, "'axial', which is none of"),
     ({"rope_type": 3}, "rope_type 3, which is none of"),
     ({"rope_type": "linear", "type": "yarn", "factor": 2}, "rope_type 'linear' and type 'yarn'; keep rope_type"),
     ("linear", "'linear' must be a mapping"),
@@ -120,6 +131,8 @@ REFUSED = [  # mapping and what the message says, for 16 of 32 rotated dimension
     ({"rope_type": "default", "factor": 2}, "factor is not one of its numbers"),
     ({"rope_type": "linear", "factor": 2, "beta_fast": 3}, "beta_fast is not one of its numbers; remove it"),
     ({"rope_type": "yarn", "factor": 2, "beta_slov": 3}, "beta_slov is not .*; did you mean beta_slow?"),
+    ({"rope_type": "proportional", "partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5 must be at most 1"),
+    ({"rope_type": "proportional", "partial_rotary_factor": 0.1}, "=0.1 of 16 dimensions turns none"),
     ({"rope_type": "linear", "factor": True}, "factor=True must be a number of at least 1"),
     ({"rope_type": "linear", "factor": "2"}, "factor='2' must be a number"),
     ({"rope_type": "linear", "factor": 0.5}, "factor=0.5 must be a number of at least 1"),
@@ -202,6 +215,13 @@ def test_scalings_by_layer_type():
     sliding, full, last = (args.layer_attention(number).rotary for number in range(3))
     assert full == RotarySettings(24, 1e6, 32, RopeScaling("linear", 8.0))
     assert sliding == last == RotarySettings(24, 5000.0, 32)
+
+
+def test_proportional_is_not_partial_rotation():
+    numbers = dict(rope_type="proportional", partial_rotary_factor=0.5)
+    with pytest.raises(ConfigError, match=r"partial_rotary_factor=0.5 says which .*; set rotary_pct 1.0, not 0.5"):
+        parse_rope_scaling(numbers, 16, 64, rotary_pct=0.5)
+    assert parse_rope_scaling(numbers, 16, 64, rotary_pct=1.0).rotated_pairs(16) == 4
 
 
 def test_problems_name_the_layer_type_and_are_reported_once():

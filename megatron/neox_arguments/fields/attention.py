@@ -27,13 +27,14 @@ class NeoXArgsAttention:
 
     rope_scaling: Optional[dict] = None
     """Change of the rotary frequencies for contexts beyond those of pretraining, as Hugging Face writes it: a mapping
-    with rope_type linear, dynamic, llama3, yarn or longrope and that type's numbers (factor,
+    with rope_type linear, dynamic, llama3, yarn, longrope or proportional and that type's numbers (factor,
     original_max_position_embeddings, ...). A mapping from full_attention and sliding_attention to such mappings gives
     each layer type its own. `max_position_embeddings` is the length after scaling and `seq_length` still the longest
     text; for dynamic, give original_max_position_embeddings here, where Hugging Face has it as the model's
-    max_position_embeddings. dynamic and longrope choose the frequencies by the length of the text at hand. rope_theta
-    and partial_rotary_factor may be in it if they repeat `rotary_emb_base` and `rotary_pct`. Only for pos_emb rotary.
-    Null: none."""
+    max_position_embeddings. dynamic and longrope choose the frequencies by the length of the text at hand.
+    proportional (Gemma 4) turns the first partial_rotary_factor of the pairs of dimensions as in a head that is rotated
+    whole, and the others not at all. rope_theta and, but for that type, partial_rotary_factor may be in it if they
+    repeat `rotary_emb_base` and `rotary_pct`. Only for pos_emb rotary. Null: none."""
 
     attn_logit_softcap: Optional[float] = None
     """Bound the attention scores smoothly: cap x tanh(score / cap), after the scale and before mask and softmax
