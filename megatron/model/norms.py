@@ -72,10 +72,19 @@ class NonParametricLayernorm(Norm):
 
 def rms_norm(x: torch.Tensor, scale: torch.Tensor, eps: float, zero_centered: bool) -> torch.Tensor:
     """RMSNorm's formula; zero_centered: scale is the difference from 1."""
-    values = x.to(wide_dtype(x))
-    normed = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
-    scale = scale.to(values.dtype)
+    normed = _over_rms(x, eps)
+    scale = scale.to(normed.dtype)
     return ((1 + scale if zero_centered else scale) * normed).to(x.dtype)
+
+
+def rms_norm_without_scale(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """NonParametricRMSNorm's formula."""
+    return _over_rms(x, eps).to(x.dtype)
+
+
+def _over_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    values = x.to(wide_dtype(x))
+    return values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
 
 
 class RMSNorm(Norm):
@@ -90,6 +99,16 @@ class RMSNorm(Norm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.formula(x, self._in_use(self.scale), self.eps, self.zero_centered)
+
+
+class NonParametricRMSNorm(Norm):
+    """RMSNorm without weight, as on the values of Gemma 4."""
+
+    pieces = ("formula",)
+    formula = staticmethod(rms_norm_without_scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.formula(x, self.eps)
 
 
 class FusedRMSNorm(RMSNorm):

@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from megatron.errors import ConfigError
-from megatron.model.norms import FusedRMSNorm, LayerNorm, NonParametricLayernorm, RMSNorm, ScaleNorm, get_norm
+from megatron.model.norms import (
+    FusedRMSNorm,
+    LayerNorm,
+    NonParametricLayernorm,
+    NonParametricRMSNorm,
+    RMSNorm,
+    ScaleNorm,
+    get_norm,
+)
 from tests.helpers.configs import tiny_args
 from tests.helpers.tolerances import FORWARD, GRADIENT, assert_close
 
@@ -22,6 +30,10 @@ def _rmsnorm(x, axes, parameters):
     return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * parameters["scale"]
 
 
+def _rmsnorm_without_scale(x, axes, parameters):
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
+
+
 def _scalenorm(x, axes, parameters):
     return x / x.square().sum(-1, keepdim=True).sqrt().clamp(min=EPS) * parameters["g"]
 
@@ -31,6 +43,7 @@ NORMS = {
     NonParametricLayernorm: (_layernorm, []),
     RMSNorm: (_rmsnorm, ["scale"]),
     FusedRMSNorm: (_rmsnorm, ["scale"]),
+    NonParametricRMSNorm: (_rmsnorm_without_scale, []),
     ScaleNorm: (_scalenorm, ["g"]),
 }
 
