@@ -4,6 +4,7 @@ import importlib
 import io
 import pickle
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -61,24 +62,25 @@ def test_a_state_dict_as_gpt_neox_writes_it_loads():
     _attention(**MHA)[1].load_state_dict(state)
 
 
-def test_fp8_scales_survive_and_a_pickle_is_not_run(caplog, monkeypatch):
+def test_fp8_scales_survive_and_a_pickle_is_not_run(monkeypatch):
     from megatron.model.transformer_engine import api, extra_state
 
     values = {"scale_fwd": torch.arange(3.0), "extra_fp8_variables": {"fp8_max_fwd": 448.0, "fp8_checkpoint": True}}
     raw = io.BytesIO()
     torch.save(values, raw)
     pickled = torch.frombuffer(bytearray(pickle.dumps(values)), dtype=torch.uint8)
-    for made_by_te in (raw, pickled):
-        stored = _reload(extra_state._plain(made_by_te))
-        given = pickle.loads(extra_state._for_te(stored, "x").numpy().tobytes())
-        assert torch.equal(given["scale_fwd"], values["scale_fwd"])
-        assert given["extra_fp8_variables"] == values["extra_fp8_variables"]
-    assert not caplog.records
-    assert extra_state._for_te(pickled, "qkv._extra_state") is None
-    assert "qkv._extra_state" in caplog.text and "it is a pickle" in caplog.text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for made_by_te in (raw, pickled):
+            stored = _reload(extra_state._plain(made_by_te))
+            given = pickle.loads(extra_state._for_te(stored, "x").numpy().tobytes())
+            assert torch.equal(given["scale_fwd"], values["scale_fwd"])
+            assert given["extra_fp8_variables"] == values["extra_fp8_variables"]
+    with pytest.warns(UserWarning, match=r"qkv\._extra_state .*it is a pickle"):
+        assert extra_state._for_te(pickled, "qkv._extra_state") is None
     monkeypatch.setattr(api, "READS_PICKLED_STATE", False)
-    assert extra_state._for_te(stored, "proj._extra_state") is None
-    assert "proj._extra_state" in caplog.text
+    with pytest.warns(UserWarning, match=r"proj\._extra_state"):
+        assert extra_state._for_te(stored, "proj._extra_state") is None
 
 
 # What is refused.

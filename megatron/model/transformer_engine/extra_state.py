@@ -7,8 +7,8 @@ checkpoints at another number of ranks, or converted ones, need none.
 """
 
 import io
-import logging
 import pickle
+import warnings
 
 import torch
 from torch import nn
@@ -19,8 +19,6 @@ SUFFIX = "_extra_state"
 
 NOTHING = torch.frombuffer(bytearray(pickle.dumps(None)), dtype=torch.uint8)
 """What every version of TE reads as no state."""
-
-_log = logging.getLogger(__name__)
 
 
 def keep_extra_state_plain(module: nn.Module) -> None:
@@ -90,7 +88,7 @@ def _read(state, name: str):
 
 
 def _warn_lost(name: str, reason: str) -> None:
-    _log.warning("%s of the checkpoint is not read (%s); FP8 scaling starts afresh there", name, reason)
+    warnings.warn(f"{name} of the checkpoint is not read ({reason}); FP8 scaling starts afresh there", stacklevel=2)
 
 
 def _is_file(state: torch.Tensor) -> bool:
