@@ -22,9 +22,9 @@ FUNCTION_SETTINGS = frozenset(
     layernorm_epsilon rms_norm_epsilon scalenorm_epsilon pos_emb rpe_num_buckets rpe_max_distance opt_pos_emb_offset
     rotary_pct rotary_emb_base rotary_save_freqs_buffer no_weight_tying attention_config activation bias_gelu_fusion
     apply_query_key_layer_scaling attention_softmax_in_fp32 gpt_j_residual gpt_j_tied use_bias_in_attn_linear
-    use_bias_in_mlp qk_norm_type layer_types no_rope_layers rope_scaling attn_logit_softcap final_logit_softcap
-    zero_centered_gamma norm_placement embedding_multiplier add_qkv_bias use_bias_in_output_layer te_mha
-    te_layernorm_mlp output_layer_parallelism
+    use_bias_in_mlp qk_norm_type layer_types no_rope_layers rope_scaling rotary_denominator_scale attn_logit_softcap
+    final_logit_softcap zero_centered_gamma norm_placement embedding_multiplier add_qkv_bias use_bias_in_output_layer
+    te_mha te_layernorm_mlp output_layer_parallelism lora
     make_vocab_size_divisible_by tokenizer_type
     """.split()
 )

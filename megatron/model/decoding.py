@@ -177,18 +177,23 @@ def _layer(layer: ParallelTransformerLayer, x: torch.Tensor, cache: LayerKVCache
 
 
 def _attention(attention, x: torch.Tensor, cache: LayerKVCache, place: Place) -> torch.Tensor:
-    mixed = linear(x, attention.query_key_value.weight, attention.query_key_value.bias)  # [1, b, (n + 2m)·d]
+    mixed = _linear(attention.query_key_value, x)  # [1, b, (n + 2m)·d]
     q, k, v = split_qkv(mixed, attention.partition, attention.geometry.qkv_layout)
     q, k = _turned(*_qk_normed(attention, q, k), place)
     k, v = cache.put(k, v, place.slot, place.seen.shape[0])  # [t, b, m, d]
     function = attention.function
     context = decode.attend(q, k, v, scale=function.softmax_scale, softcap=function.logit_softcap)
-    return linear(context.flatten(2), attention.dense.weight, attention.dense.bias)  # [1, b, n·d] -> [1, b, h]
+    return _linear(attention.dense, context.flatten(2))  # [1, b, n·d] -> [1, b, h]
 
 
 def _mlp(mlp, x: torch.Tensor) -> torch.Tensor:
-    branches = linear(x, mlp.linear1.weight, mlp.linear1.bias)  # [1, b, f or 2f]
-    return linear(mlp.activation_func(branches), mlp.linear2.weight, mlp.linear2.bias)  # [1, b, h]
+    branches = _linear(mlp.linear1, x)  # [1, b, f or 2f]
+    return _linear(mlp.linear2, mlp.activation_func(branches))  # [1, b, h]
+
+
+def _linear(module, x: torch.Tensor) -> torch.Tensor:
+    output = linear(x, module.weight, module.bias)
+    return output if module.lora is None else output + module.lora(x)
 
 
 def _turned(q: torch.Tensor, k: torch.Tensor, place: Place) -> Tuple[torch.Tensor, torch.Tensor]:

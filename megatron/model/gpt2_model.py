@@ -14,6 +14,7 @@ from torch import nn
 from megatron import mpu
 from megatron.model.attention.self_attention import relative_position_scale
 from megatron.model.init_functions import get_init_methods
+from megatron.model.lora import freeze_base
 from megatron.model.positional_embeddings import ParallelRelativePositionBias
 from megatron.model.transformer import NormPipe, ParallelLinearPipe, ParallelTransformerLayerPipe, TiedLogits
 from megatron.model.word_embeddings import EmbeddingPipe
@@ -119,6 +120,7 @@ class CausalGPT2ModelPipe(PipelineModule):
         )
         self._head_in_loss = fused and self._local_stop == self._num_layers
         _to_params_dtype(self, neox_args)
+        freeze_base(self, neox_args)
         self._precompute_checkpointable_values()  # else forward() without an engine would run no layer at all
         self.set_parallel_output(parallel_output)
 
@@ -132,6 +134,10 @@ class CausalGPT2ModelPipe(PipelineModule):
             return super().forward(inputs)
         finally:
             self.forward_funcs[-1] = head
+
+    def get_tied_weights_and_groups(self) -> List[Tuple[torch.nn.Parameter, Any]]:
+        """Those whose gradients DeepSpeed sums over the stages that hold them; a frozen weight has none."""
+        return [(weight, group) for weight, group in super().get_tied_weights_and_groups() if weight.requires_grad]
 
     def _loss_of_hidden(self, hidden: torch.Tensor, targets: mpu.Targets) -> torch.Tensor:
         return self.forward_funcs[-1](hidden, targets)
@@ -173,6 +179,7 @@ class GPT2ModelSequential(nn.Module):
         self.sequential = nn.ModuleList(_build_all(layer_specs(neox_args)))
         self.to(mpu.current_device())
         _to_params_dtype(self, neox_args)
+        freeze_base(self, neox_args)
         self.checkpoint_interval = _checkpoint_interval(neox_args)
         self.loss_function = cross_entropy(neox_args) if neox_args.fused_loss_chunk is None else None
         self.set_parallel_output(parallel_output)

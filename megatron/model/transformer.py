@@ -16,6 +16,7 @@ from megatron.model.attention import LayerKVCache
 from megatron.model.compiling import compile_pieces, wants_compile
 from megatron.model.init_functions import get_init_methods
 from megatron.model.linear import column_parallel
+from megatron.model.lora import add_adapters
 from megatron.model.norms import get_norm
 from megatron.model.parts import attention_class, mlp_class
 from megatron.model.positional_embeddings import ParallelRelativePositionBias
@@ -78,6 +79,7 @@ class ParallelTransformerLayer(nn.Module):
             parallel_output=self.gpt_j_residual,
         )
         self.mlp_output_layernorm = norm() if norms_outputs else None
+        add_adapters(self, neox_args)
         if wants_compile(neox_args):
             compile_pieces(self)
 

@@ -29,6 +29,7 @@ class ColumnParallelLinear(torch.nn.Module):
     row_groups: sizes of the blocks stacked in W's rows, each split over the ranks on its own; `stride` equal blocks
         can be written stride=n instead.
     sequence_parallel: the input is this rank's piece of the sequence (dimension seq_dim); the output has all of it.
+    lora: set it to a module, input -> [..., out/p], whose output is added: see megatron/model/lora.py.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class ColumnParallelLinear(torch.nn.Module):
         self.weight = create_parameter(neox_args, (output_size, input_size), init_method, 0, row_groups)
         self.output_size_per_partition = self.weight.shape[0]
         self.bias = _zero_bias(neox_args, self.output_size_per_partition) if bias else None
+        self.lora: Optional[torch.nn.Module] = None
         if bias:
             mark_model_parallel(self.bias, 0, row_groups)
 
@@ -78,6 +80,8 @@ class ColumnParallelLinear(torch.nn.Module):
             output = gathered_linear(input_, self.weight, bias, self.seq_dim)
         else:
             output = F.linear(copy_to_model_parallel_region(input_), self.weight, bias)
+        if self.lora is not None:
+            output = output + self.lora(input_)
         if self.gather_output:
             output = gather_from_model_parallel_region(output)
         return output, self.bias if self.skip_bias_add else None
@@ -92,6 +96,7 @@ class RowParallelLinear(torch.nn.Module):
     skip_bias_add: return the bias instead of adding it. Under sequence_parallel it comes with its gradient's sum
         over the ranks attached, so use what is returned, not `.bias`.
     sequence_parallel: the output is this rank's piece of the sequence (dimension seq_dim).
+    lora: set it to a module, [..., in/p] -> this rank's term of what is added: see megatron/model/lora.py.
     """
 
     def __init__(
@@ -123,6 +128,7 @@ class RowParallelLinear(torch.nn.Module):
         self.seq_dim = seq_dim
         self.weight = create_parameter(neox_args, (output_size, input_size), init_method, 1)
         self.bias = _zero_bias(neox_args, output_size) if bias else None
+        self.lora: Optional[torch.nn.Module] = None
 
     def set_parallel_output(self, parallel_output: bool):
         """Leave the sum over the ranks to the caller (True) or make it here (False)."""
@@ -132,6 +138,8 @@ class RowParallelLinear(torch.nn.Module):
         """input_ [..., in/p] -> (output [..., out], bias [out] if skip_bias_add else None)."""
         piece = input_ if self.input_is_parallel else scatter_to_model_parallel_region(input_)
         output = F.linear(piece, self.weight)
+        if self.lora is not None:
+            output = output + self.lora(piece)
         bias = self.bias
         if not self.parallel_output:
             if self.sequence_parallel:

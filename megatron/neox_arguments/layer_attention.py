@@ -13,7 +13,9 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 @dataclass(frozen=True)
 class RotarySettings:
     """What a rotary table is made from. `positions`: how many there are (seq_length); those beyond are refused, with a
-    scaling too: a text may be as long as seq_length says, and max_position_embeddings bounds that."""
+    scaling too: a text may be as long as seq_length says, and max_position_embeddings bounds that. `base`: with
+    rotary_denominator_scale in it, so base^(-2i/ndims) are the frequencies, and all that is made from a base follows.
+    """
 
     ndims: int
     base: float
@@ -82,7 +84,7 @@ def rope_scaling_of_layer_type(args: Any, ndims: int, layer_type: str) -> Option
 def _rotary(args: Any, ndims: int, layer_type: str) -> RotarySettings:
     return RotarySettings(
         ndims=ndims,
-        base=float(of_layer_type(args.rotary_emb_base, layer_type)),
+        base=float(of_layer_type(args.rotary_emb_base, layer_type)) ** (1 / (args.rotary_denominator_scale or 1.0)),
         positions=args.seq_length,
         scaling=rope_scaling_of_layer_type(args, ndims, layer_type),
     )

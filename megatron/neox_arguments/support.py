@@ -37,10 +37,10 @@ HONOURED = frozenset(
     attention_softmax_in_fp32 rotary_pct rotary_emb_base rotary_save_freqs_buffer init_method
     output_layer_init_method gpt_j_residual gpt_j_tied use_bias_in_attn_linear use_bias_in_mlp
     output_layer_parallelism attention_dropout hidden_dropout
-    qk_norm_type layer_types no_rope_layers rope_scaling attn_logit_softcap final_logit_softcap zero_centered_gamma
-    fused_loss_chunk norm_placement embedding_multiplier add_qkv_bias use_bias_in_output_layer te_mha te_columnparallel
-    te_rowparallel te_layernorm_mlp te_fp8_format
-    te_fp8_wgrad te_fp8_amax_history_len te_fp8_amax_compute_algo te_fp8_margin te_fp8_mha
+    qk_norm_type layer_types no_rope_layers rope_scaling rotary_denominator_scale attn_logit_softcap
+    final_logit_softcap zero_centered_gamma lora fused_loss_chunk norm_placement embedding_multiplier add_qkv_bias
+    use_bias_in_output_layer te_mha te_columnparallel te_rowparallel te_layernorm_mlp te_fp8_format te_fp8_wgrad
+    te_fp8_amax_history_len te_fp8_amax_compute_algo te_fp8_margin te_fp8_mha
     """.split()
     # Parallelism and activation checkpointing.
     + """

@@ -36,6 +36,13 @@ class NeoXArgsAttention:
     whole, and the others not at all. rope_theta and, but for that type, partial_rotary_factor may be in it if they
     repeat `rotary_emb_base` and `rotary_pct`. Only for pos_emb rotary. Null: none."""
 
+    rotary_denominator_scale: Optional[float] = None
+    """Factor on the denominator of the rotary exponents: pair i of r rotated dimensions turns by base^(-2i / (scale x
+    r)) radians per token. These are the first pairs of a head `scale` times as wide, so above 1 every wavelength but
+    the first is shorter, and below 1 longer. The same as `rotary_emb_base` to the power 1 / scale, which is what every
+    type of `rope_scaling` starts from, and what an export writes. `python -m tools.head_dim wavelengths` shows the
+    result. Only for pos_emb rotary. Null: 1."""
+
     attn_logit_softcap: Optional[float] = None
     """Bound the attention scores smoothly: cap x tanh(score / cap), after the scale and before mask and softmax
     (Gemma 2: 50). Null: no bound."""
@@ -65,3 +72,10 @@ class NeoXArgsAttention:
     use_bias_in_output_layer: bool = False
     """Give the output layer a bias, of one number for each token of the padded vocabulary (Phi 1 to 2). It starts at
     0. Only with `no_weight_tying`."""
+
+    lora: Optional[dict] = None
+    """Train low-rank adapters instead of the model (LoRA, Hu et al. 2021): {rank: 8, alpha: 16, dropout: 0.05, targets:
+    [query_key_value, dense]}. Each target computes W x + alpha / rank x B A dropout(x); everything but A and B is
+    frozen. Targets may also be linear1 and linear2, the projections of the MLP. The parts of a fused weight (q, k and
+    v; up and gate) have an A each, as PEFT's adapters have. alpha is rank unless given, dropout 0. With `finetune` a
+    checkpoint without adapters can be loaded. Null: the whole model is trained. See docs/lora.md."""
