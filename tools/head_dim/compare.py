@@ -13,7 +13,9 @@ from rich.table import Table
 from megatron import costs
 from megatron.errors import ConfigError
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.equal_widths import by_layer_text, one_or_each
 from tools.head_dim.devices import DEVICES
+from tools.head_dim.report import BY_LAYER
 
 COLUMNS = ("head_dim", "num_attention_heads", "num_kv_heads", "ffn_hidden_size", "query_width")
 SHORT = {
@@ -23,7 +25,8 @@ SHORT = {
     "query_width": "query width",
 }
 MEASURES = ("parameters", "flops_per_token", "kv_bytes_per_token", "memory_per_rank")
-_COST: Dict[str, Callable[[NeoXArgs], float]] = {"params": costs.num_parameters, "flops": costs.flops_per_token}
+COST: Dict[str, Callable[[NeoXArgs], float]] = {"params": costs.num_parameters, "flops": costs.flops_per_token}
+"""What variants can be made equal in."""
 
 
 def run(args: NeoXArgs, options: argparse.Namespace) -> int:
@@ -56,7 +59,10 @@ def _check_plot(path: Optional[str]) -> None:
 def parse(text: str) -> Tuple[str, List[Any]]:
     """KEY=V1,V2,... as a setting and its values."""
     key, _, listed = text.partition("=")
-    values = [yaml.safe_load(value) for value in listed.split(",") if value.strip()]
+    try:
+        values = yaml.safe_load(f"[{listed}]")  # so that a value may be a list or a mapping itself
+    except yaml.YAMLError:
+        values = []
     if not key or not values:
         raise ConfigError(f"--sweep {text}: write a setting and its values, such as head_dim=64,128")
     return key.strip().replace("-", "_"), values
@@ -67,17 +73,14 @@ def row(args: NeoXArgs, key: str, value: Any, options: argparse.Namespace) -> Di
     try:
         variant = args.update(**{key: value})
         if options.at_equal:
-            variant = equalised(args, variant, _COST[options.at_equal], options.adjust)
+            variant = equalised(args, variant, COST[options.at_equal], options.adjust)
     except ConfigError as error:
         return {key: value, "problems": error.problems}
-    geometry = variant.head_geometry()
     result = {
         key: value,
-        "head_dim": geometry.head_dim,
-        "num_attention_heads": geometry.num_attention_heads,
-        "num_kv_heads": geometry.num_kv_heads,
+        "num_attention_heads": variant.num_attention_heads,
         "ffn_hidden_size": variant.mlp_geometry().ffn_hidden_size,
-        "query_width": geometry.query_hidden_size,
+        **{name: one_or_each(variant, BY_LAYER[name]) for name in ("head_dim", "num_kv_heads", "query_width")},
         "parameters": costs.num_parameters(variant),
         "flops_per_token": costs.flops_per_token(variant),
         "kv_bytes_per_token": costs.kv_cache_bytes_per_token(variant),
@@ -115,7 +118,10 @@ def _with_ffn(args: NeoXArgs, width: int) -> NeoXArgs:
 
 
 def _by_heads(variant: NeoXArgs, wanted: float, cost: Callable[[NeoXArgs], float]) -> NeoXArgs:
-    """Costs grow with the number of key/value heads, each of which keeps its query heads."""
+    """Costs grow with the number of key/value heads, each of which keeps its query heads.
+
+    Raises ConfigError if the layers differ: then they have no one number of them.
+    """
     geometry = variant.head_geometry()
     best: Optional[NeoXArgs] = None
     for kv_heads in range(1, 4 * geometry.num_kv_heads + 1):
@@ -146,7 +152,7 @@ def _print(key: str, rows: List[Dict[str, Any]], options: argparse.Namespace) ->
         if "problems" in row:
             table.add_row(str(row[key]), *["-"] * (len(names) + len(heads) - 1))
             continue
-        shown = [str(row[name]) for name in names]
+        shown = [_shown(name, row[name]) for name in names]
         shown += [f"{row['parameters']:,}", f"{row['flops_per_token']:.4g}", f"{row['kv_bytes_per_token']:,}"]
         shown += [f"{row['memory_per_rank'] / 1e9:.2f} GB"] + (
             ["yes" if row["fits"] else "no"] if options.device else []
@@ -158,6 +164,10 @@ def _print(key: str, rows: List[Dict[str, Any]], options: argparse.Namespace) ->
             console.print(f"{key} {row[key]}: {problem}")
 
 
+def _shown(name: str, value: Any) -> str:
+    return by_layer_text(value) if name in BY_LAYER else str(value)
+
+
 def draw(key: str, rows: List[Dict[str, Any]], path: str) -> None:
     """One panel for each measure, relative to the first variant that is a valid config."""
     import matplotlib
@@ -167,7 +177,7 @@ def draw(key: str, rows: List[Dict[str, Any]], path: str) -> None:
 
     valid = [row for row in rows if "problems" not in row]
     figure, panels = plt.subplots(1, len(MEASURES), figsize=(3.2 * len(MEASURES), 3), layout="constrained")
-    labels = [str(row[key]) for row in valid]
+    labels = [_shown(key, row[key]) for row in valid]
     for panel, measure in zip(panels, MEASURES, strict=True):
         heights = [row[measure] / valid[0][measure] for row in valid]
         bars = panel.bar(labels, heights, color="#4878a8")
