@@ -8,7 +8,7 @@ Letters: h hidden_size, n query heads, m key/value heads, d head_dim, r rotary_n
 
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Tuple
 
 from megatron.errors import ConfigError
 
@@ -117,6 +117,11 @@ class HeadGeometry:
     def qkv_layout(self) -> QKVLayout:
         """The order in which GPT-NeoX stores this geometry's fused QKV rows."""
         return QKVLayout.PER_RANK if self.is_gqa else QKVLayout.PER_HEAD
+
+    @property
+    def groups(self) -> Tuple["HeadGeometry", ...]:
+        """The groups of heads of one width that the layer is made of: itself."""
+        return (self,)
 
     @property
     def default_softmax_scale(self) -> float:

@@ -69,5 +69,7 @@ def _zero_stage(ds_config: Dict[str, Any]) -> int:
 
 
 def _now(neox_args, key: str) -> Any:
-    """head_dim is compared with the width in use, whether or not the config names it."""
-    return neox_args.head_geometry(0).head_dim if key == "head_dim" else getattr(neox_args, key, None)
+    """One head_dim is compared with the width in use, whether or not the config names it."""
+    if key == "head_dim" and neox_args.has_uniform_heads:
+        return neox_args.head_geometry().head_dim
+    return getattr(neox_args, key, None)

@@ -6,6 +6,7 @@ own because GPT-NeoX compares every key of the `args` it finds in a checkpoint, 
 
 import json
 import os
+from types import SimpleNamespace
 from typing import Any, Dict, List, Optional
 
 import yaml
@@ -13,6 +14,8 @@ import yaml
 import megatron
 from megatron.errors import CheckpointError, ConfigError
 from megatron.geometry import HeadGeometry
+from megatron.neox_arguments.per_layer import layers_text
+from megatron.neox_arguments.widths import head_geometry, layers_by_geometry
 
 STAMP_FILE = "head_geometry.json"
 FORMAT_VERSION = 1
@@ -111,7 +114,7 @@ def _stamp_problems(saved: List[dict], wanted: List[dict]) -> List[str]:
         for problem in _layer_problems(theirs, ours):
             layers_of.setdefault(problem, []).append(number)
     return [
-        problem if len(layers) == len(saved) else f"{problem} (layers {', '.join(map(str, layers))})"
+        problem if len(layers) == len(saved) else f"{problem} ({layers_text(layers)})"
         for problem, layers in layers_of.items()
     ]
 
@@ -138,15 +141,13 @@ def _yaml_problems(neox_args, folder: str) -> List[str]:
     settings = checkpoint_config(folder)
     if not {"hidden_size", "num_attention_heads"} <= set(settings):
         return []
-    rotary = settings.get("pos_emb", neox_args.pos_emb) == "rotary"
+    ours = {"num_layers": neox_args.num_layers, "pos_emb": neox_args.pos_emb}
+    theirs = SimpleNamespace(**{"num_kv_heads": None, "head_dim": None, "rotary_pct": 1.0, **ours, **settings})
     try:
-        saved = HeadGeometry.from_config(
-            settings["hidden_size"],
-            settings["num_attention_heads"],
-            settings.get("num_kv_heads"),
-            settings.get("head_dim"),
-            settings.get("rotary_pct", 1.0) if rotary else None,
-        )
+        layers_by_geometry(theirs)
     except ConfigError as error:
         return [f"its own settings do not make a geometry: {error}"]
-    return _differences(saved.stamp(), neox_args.head_geometry(0).stamp())
+    return _stamp_problems(
+        [{"geometry": head_geometry(theirs, number).stamp()} for number in range(theirs.num_layers)],
+        [_layer_stamp(neox_args, number) for number in range(neox_args.num_layers)],
+    )

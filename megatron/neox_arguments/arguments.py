@@ -117,18 +117,36 @@ class NeoXArgs(*GROUPS):
         elif configured < size:
             raise ConfigError(f"padded_vocab_size={configured} is less than the tokenizer's {size} tokens; remove it")
 
-    def head_geometry(self, layer_number: int = 0) -> HeadGeometry:
-        """The attention widths of a layer (0-based)."""
+    def head_geometry(self, layer_number: Optional[int] = None) -> HeadGeometry:
+        """The attention widths of a layer (0-based); without a number, those that all layers have.
+
+        Raises ConfigError, without a number, if the layers differ: code that needs one geometry for the model refuses
+        such models by asking for it, and has_uniform_heads says so beforehand.
+        """
+        if layer_number is None:
+            return widths.only_head_geometry(self)
         self._check_layer(layer_number)
         return widths.head_geometry(self, layer_number)
+
+    def layers_by_geometry(self) -> Dict[HeadGeometry, List[int]]:
+        """Each geometry of the model with the numbers of its layers, in the order of their first layers."""
+        return widths.layers_by_geometry(self)
+
+    @property
+    def has_uniform_heads(self) -> bool:
+        """All layers have one geometry."""
+        return len(self.layers_by_geometry()) == 1
 
     def mlp_geometry(self, layer_number: int = 0) -> MLPGeometry:
         """The MLP widths of a layer (0-based)."""
         self._check_layer(layer_number)
         return widths.mlp_geometry(self, layer_number)
 
-    def attention_scale(self, layer_number: int = 0) -> float:
-        """What query-key products are multiplied by: softmax_scale, or 1/sqrt(head_dim)."""
+    def attention_scale(self, layer_number: Optional[int] = None) -> float:
+        """What query-key products of a layer are multiplied by: softmax_scale, or 1/sqrt(head_dim); without a number,
+        as in head_geometry."""
+        if layer_number is None:
+            return self.softmax_scale or self.head_geometry().default_softmax_scale
         return self.layer_attention(layer_number).softmax_scale
 
     def layer_attention(self, layer_number: int = 0) -> LayerAttention:

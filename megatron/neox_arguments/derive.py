@@ -7,6 +7,8 @@ make no sense the result is a guess; validate.py then says what is wrong.
 from types import SimpleNamespace
 from typing import Any, Dict, List, Mapping, Optional
 
+from megatron.neox_arguments.per_layer import expand, number_of_layers
+
 ZERO_DEFAULTS = {
     "stage": 0,
     "allgather_partitions": True,
@@ -17,8 +19,6 @@ ZERO_DEFAULTS = {
     "contiguous_gradients": False,
 }
 DEFAULT_LR = 0.001
-MAX_LAYERS = 100_000
-"""More than any model has; keeps a slip of the pen from filling the memory with the list of attention kinds."""
 _FROM_PRECISION = {"fp16": "fp16", "bfloat16": "bf16"}
 
 
@@ -63,50 +63,25 @@ def precision_section(settings: Any, name: str) -> Optional[dict]:
 
 
 def expand_attention_config(config: Optional[list], num_layers: Optional[int]) -> List[Any]:
-    """One attention kind per layer.
-
-    None is "auto" everywhere. A list of strings is taken as it is. Otherwise each item is [pattern, count], the
-    pattern repeated count times; the count "all" repeats it as often as it fits into the whole model.
-    Items of another shape are returned unchanged, for validate.py to report.
-    """
-    layers = min(max(num_layers or 0, 0), MAX_LAYERS)
+    """One attention kind per layer, by the rules of per_layer.expand; None is "auto" everywhere."""
     if config is None:
-        return ["auto"] * layers
-    kinds: List[Any] = []
-    for item in config:
-        if not _is_pattern(item):
-            kinds.append(item.lower() if isinstance(item, str) else item)
-            continue
-        pattern, count = item
-        repeats = layers // len(pattern) if count == "all" else min(count, MAX_LAYERS)
-        kinds.extend([str(kind).lower() for kind in pattern] * repeats)
-    return kinds
+        return ["auto"] * number_of_layers(num_layers)
+    return _lower(expand(config, num_layers))
 
 
 def expand_layer_types(config: Optional[list], num_layers: Optional[int], has_window: bool) -> List[Any]:
-    """One layer type per layer, by the rules of `expand_attention_config`.
+    """One layer type per layer. None is one type for all, with or without the window.
 
-    None is one type for all, with or without the window. Unlike there, "all" may be cut off at the last layer: real
-    models repeat a pattern whose length does not divide their depth.
+    Unlike attention kinds, "all" may be cut off at the last layer: real models repeat a pattern whose length does not
+    divide their depth.
     """
-    layers = min(max(num_layers or 0, 0), MAX_LAYERS)
     if config is None:
-        return ["sliding_attention" if has_window else "full_attention"] * layers
-    types = expand_attention_config(config, num_layers)
-    if len(config) == 1 and _is_pattern(config[0]) and config[0][1] == "all":
-        pattern = [str(layer_type).lower() for layer_type in config[0][0]]
-        types += pattern[: layers % len(pattern)]
-    return types
+        return ["sliding_attention" if has_window else "full_attention"] * number_of_layers(num_layers)
+    return _lower(expand(config, num_layers, cut_off=True))
 
 
-def _is_pattern(item: Any) -> bool:
-    return (
-        isinstance(item, (list, tuple))
-        and len(item) == 2
-        and isinstance(item[0], (list, tuple))
-        and len(item[0]) > 0
-        and (item[1] == "all" or type(item[1]) is int)
-    )
+def _lower(names: List[Any]) -> List[Any]:
+    return [name.lower() if isinstance(name, str) else name for name in names]
 
 
 def _parallel(settings: Any, world_size: Optional[int]) -> Dict[str, Any]:

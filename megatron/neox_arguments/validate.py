@@ -65,7 +65,7 @@ def problems_of(values: Mapping[str, Any], given: Mapping[str, Any]) -> List[str
 
 def _range_problems(values: Mapping[str, Any]) -> Iterator[str]:
     for name in _POSITIVE:
-        if values[name] is not None and values[name] <= 0:
+        if _is_number(values[name]) and values[name] <= 0:
             yield f"{name}={values[name]} must be greater than 0"
     for name in _NOT_NEGATIVE:
         if _is_number(values[name]) and values[name] < 0:

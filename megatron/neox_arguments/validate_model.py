@@ -1,12 +1,12 @@
 """What is wrong with the model's settings. Each check yields messages."""
 
-from typing import Any, Iterable, Iterator
+from typing import Any, Dict, Iterable, Iterator, List, Tuple
 
 from megatron.errors import ConfigError
-from megatron.neox_arguments.derive import MAX_LAYERS
 from megatron.neox_arguments.layer_attention import LAYER_TYPES, is_by_layer_type, rope_scaling_of_layer_type
+from megatron.neox_arguments.per_layer import MAX_LAYERS, count_problem
 from megatron.neox_arguments.support import ATTENTION_KINDS, BUILT_ATTENTION_KINDS
-from megatron.neox_arguments.widths import head_geometry, mlp_geometry
+from megatron.neox_arguments.widths import is_per_layer, layers_by_geometry, mlp_geometry, named_layers
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings")
 
@@ -27,17 +27,23 @@ def _required(settings: Any) -> Iterator[str]:
 
 def _head_widths(settings: Any) -> Iterator[str]:
     numbers = (settings.hidden_size, settings.num_attention_heads, settings.num_kv_heads, settings.head_dim)
-    if None in numbers[:2] or any(number is not None and number <= 0 for number in numbers):
+    if None in numbers[:2] or any(type(number) is int and number <= 0 for number in numbers):
         return
     if "mamba" in settings.attention_config:  # refused elsewhere; in its configs the number of heads means nothing
         return
+    if any(map(is_per_layer, numbers)) and not 0 < (settings.num_layers or 0) <= MAX_LAYERS:
+        return
     try:
-        geometry = head_geometry(settings)
+        layers = layers_by_geometry(settings)
     except ConfigError as error:
         yield from error.problems
         return
     if settings.model_parallel_size > 0:
-        yield from geometry.shard_problems(settings.model_parallel_size)
+        problems: Dict[str, List[int]] = {}
+        for geometry, numbers in layers.items():
+            for problem in geometry.shard_problems(settings.model_parallel_size):
+                problems.setdefault(problem, []).extend(numbers)
+        yield from named_layers(problems, settings.num_layers)
 
 
 def _mlp_width(settings: Any) -> Iterator[str]:
@@ -93,8 +99,9 @@ def _layer_types(settings: Any) -> Iterator[str]:
             'a count such as [[["sliding_attention", "full_attention"], "all"]]'
         )
         return
-    if settings.num_layers is not None and len(types) != max(settings.num_layers, 0):
-        yield f"layer_types describes {len(types)} layers and num_layers={settings.num_layers}; they must be as many"
+    problem = None if settings.num_layers is None else count_problem("layer_types", types, max(settings.num_layers, 0))
+    if problem:
+        yield problem
     if "sliding_attention" in types and window is None:
         yield "layer_types has sliding_attention layers, which need sliding_window_width"
     if window is not None and types and "sliding_attention" not in types:
@@ -135,8 +142,8 @@ def _rotary(settings: Any) -> Iterator[str]:
 
 
 def _rotary_scalings(settings: Any, layer_types: Iterable[str]) -> Iterator[str]:
-    ndims, problems = head_geometry(settings).rotary_ndims, {}
-    for layer_type in layer_types:
+    problems: Dict[str, None] = {}
+    for layer_type, ndims in _rotated_kinds(settings, layer_types):
         try:
             scaling = rope_scaling_of_layer_type(settings, ndims, layer_type)
         except ConfigError as error:
@@ -150,6 +157,15 @@ def _rotary_scalings(settings: Any, layer_types: Iterable[str]) -> Iterator[str]
                 "prefill_chunk_size"
             ] = None
     yield from problems
+
+
+def _rotated_kinds(settings: Any, layer_types: Iterable[str]) -> Iterator[Tuple[str, int]]:
+    """(layer type, rotary_ndims) of the layers; a type that no layer has goes with the widths of all layers."""
+    found, types = layers_by_geometry(settings), dict(enumerate(settings.layer_types))
+    for layer_type in layer_types:
+        of_type = [each for each, numbers in found.items() if layer_type in map(types.get, numbers)]
+        ndims = {part.rotary_ndims for geometry in of_type or found for part in geometry.groups}
+        yield from ((layer_type, each) for each in sorted(ndims))
 
 
 def _rotary_bases(bases: Any, layer_types: Iterable[str]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any, Iterator, Tuple
 
 from megatron.neox_arguments import validate_model
 from megatron.neox_arguments.layer_attention import layer_attention
-from megatron.neox_arguments.widths import head_geometry, mlp_geometry
+from megatron.neox_arguments.widths import layers_by_geometry, mlp_geometry
 
 _OWN = "set te_mha: false (and te_fp8_mha: false)"
 
@@ -44,12 +44,15 @@ _ATTENTION_REFUSALS = (
 
 
 def _attention_ranks(settings: Any, name: str) -> Iterator[str]:
-    kv_heads, ranks = settings.num_kv_heads or settings.num_attention_heads, settings.model_parallel_size
-    if kv_heads is not None and kv_heads > 0 and ranks > 0 and kv_heads % ranks:
-        yield (
-            f"num_kv_heads={kv_heads} does not divide by model_parallel_size={ranks}: {name}=True cannot share a "
-            f"key/value head between ranks; lower model_parallel_size, or {_OWN}"
-        )
+    ranks = settings.model_parallel_size
+    if any(list(check(settings)) for check in validate_model.CHECKS):
+        return
+    for kv_heads in dict.fromkeys(geometry.num_kv_heads for geometry in layers_by_geometry(settings)):
+        if kv_heads % ranks:
+            yield (
+                f"num_kv_heads={kv_heads} does not divide by model_parallel_size={ranks}: {name}=True cannot share a "
+                f"key/value head between ranks; lower model_parallel_size, or {_OWN}"
+            )
 
 
 def _attention_rotary(settings: Any, name: str) -> Iterator[str]:
@@ -155,10 +158,10 @@ def _fp8_sizes(settings: Any) -> Iterator[Tuple[str, int]]:
     if any(list(check(settings)) for check in validate_model.CHECKS):
         return
     ranks = settings.model_parallel_size
-    partition = head_geometry(settings).shard(ranks)
-    yield "hidden_size", partition.hidden_size
-    yield "the query width of a rank", partition.query_hidden_size
-    yield "the QKV width of a rank", partition.qkv_hidden_size
+    yield "hidden_size", settings.hidden_size
+    for partition in (geometry.shard(ranks) for geometry in layers_by_geometry(settings)):
+        yield "the query width of a rank", partition.query_hidden_size
+        yield "the QKV width of a rank", partition.qkv_hidden_size
     if settings.te_layernorm_mlp or settings.te_columnparallel or settings.te_rowparallel:
         yield "the MLP width of a rank", mlp_geometry(settings).shard(ranks).ffn_hidden_size
     rows = settings.train_micro_batch_size_per_gpu

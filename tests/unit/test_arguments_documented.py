@@ -17,7 +17,7 @@ from megatron.neox_arguments.fields import GROUPS, NeoXArgsAttention, defaults
 
 UPSTREAM = json.loads((Path(__file__).parent / "data" / "upstream_args.json").read_text())["args"]
 NEW_IN_OLD_GROUPS = {
-    "head_dim": Optional[int],
+    "head_dim": Union[int, list, dict, None],
     "softmax_scale": Optional[float],
     "ffn_hidden_size": Optional[int],
     "eod_token": Optional[str],
@@ -33,7 +33,7 @@ NEW_IN_OLD_GROUPS = {
     "perplexity_stride": Optional[int],
     "compile": Literal[True, False, "auto"],
 }
-WIDENED = {"rotary_emb_base": "Union[int, float, dict]"}
+WIDENED = {"rotary_emb_base": "Union[int, float, dict]", "num_kv_heads": "Union[int, list]"}
 """Arguments that take more than GPT-NeoX's do; their old values mean what they meant."""
 NEW_CHOICES = {"activation": ["geglu_tanh"]}
 """Choices that GPT-NeoX does not have."""

@@ -40,7 +40,7 @@ def test_each_number_is_compared(tmp_path, key):
     stamp = json.loads(path.read_text())
     stamp["layers"][1]["geometry"][key] += 2
     path.write_text(json.dumps(stamp))
-    with pytest.raises(CheckpointError, match=rf"{key}: \d+ in the checkpoint, \d+ in the config \(layers 1\)"):
+    with pytest.raises(CheckpointError, match=rf"{key}: \d+ in the checkpoint, \d+ in the config \(layer 1\)"):
         check_stamp(args, str(tmp_path))
 
 

@@ -48,7 +48,7 @@ def test_every_argument_has_a_type_that_can_be_checked():
             assert check(name, object(), annotation)[1], name
 
 
-@pytest.mark.parametrize("value", [0.5, "128", True, [128], {"d": 128}, 128.0])
+@pytest.mark.parametrize("value", [0.5, "128", True, 128.0])
 def test_head_dim_wants_a_whole_number(value):
     _, problem = check("head_dim", value, annotations()["head_dim"])
     assert "head_dim" in problem and repr(value) in problem and "whole number" in problem

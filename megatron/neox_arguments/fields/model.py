@@ -44,17 +44,22 @@ class NeoXArgsModel:
     num_attention_heads: Optional[int] = None
     """Number of query heads. Required. Must be a multiple of `num_kv_heads` and of `model_parallel_size`."""
 
-    num_kv_heads: Optional[int] = None
+    num_kv_heads: Union[int, list, None] = None
     """Number of key/value heads, each shared by num_attention_heads / num_kv_heads query heads (grouped-query
-    attention; 1 is multi-query). Null: as many as query heads. It also decides the order of the rows in a stored QKV
-    weight: interleaved per head when equal to the query heads, [Q; K; V] when fewer. Must be a multiple of
-    `model_parallel_size` or divide it: then several tensor-parallel ranks compute with the same key/value head."""
+    attention; 1 is multi-query); a list gives each layer its own, written as in `head_dim`. Null: as many as query
+    heads. It also decides the order of the rows in a stored QKV weight: interleaved per head when equal to the query
+    heads, [Q; K; V] when fewer. Must be a multiple of `model_parallel_size` or divide it: then several tensor-parallel
+    ranks compute with the same key/value head."""
 
-    head_dim: Optional[int] = None
+    head_dim: Union[int, list, dict, None] = None
     """Width of one attention head, d. Null: hidden_size / num_attention_heads, which must then be whole. Set, it is
     used as it is, and the query width num_attention_heads x head_dim may be smaller or larger than `hidden_size`; the
     output projection leads back to it. Recorded beside every checkpoint, because tensor shapes alone cannot tell 8
-    heads of 16 from 4 of 32."""
+    heads of 16 from 4 of 32. Layers can differ: write pairs of a width, or a pattern of widths, and its repeats,
+    [[64, 4], [128, 8]] or [[[64, 64, 128], "all"]] ("all": over all layers, cut off at the last one); or a plain list
+    with one width for each layer; or {schedule: progressive, base: 64, exponent: 0.3, multiple_of: 8}, which is base x
+    (layer + 1) ^ exponent, layers counted from 0, rounded to the nearest multiple of multiple_of (halfway upwards; at
+    least one multiple)."""
 
     softmax_scale: Optional[float] = None
     """Factor on the query-key products before the softmax, the same for every attention kernel. Null: head_dim ** -0.5.
