@@ -8,6 +8,7 @@ from typing import Any, Dict, Optional
 import torch
 
 from megatron import mpu
+from megatron.checkpointing.adapters import adapter_problems
 from megatron.checkpointing.checks import args_problems, layout_problems, optimizer_is_in_files, raise_problems
 from megatron.checkpointing.folders import find_checkpoint, refuse_patterns
 from megatron.checkpointing.ranks import say, together
@@ -57,6 +58,7 @@ def _resume(neox_args, engine, folder: str) -> Dict[str, Any]:
         reader = CheckpointReader(folder)
         raise_problems(folder, tensor_parallel_problems(neox_args, reader))
         raise_problems(folder, args_problems(neox_args, reader.args))
+        raise_problems(folder, adapter_problems(neox_args, reader))
         raise_problems(folder, _stacking_problems(reader) or _missing_rank(engine, reader))
         raise_problems(folder, layout_problems(neox_args, engine, reader))
         raise_problems(folder, _model_problems(engine, reader))

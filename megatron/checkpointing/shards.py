@@ -30,6 +30,7 @@ _REPLICATED = re.compile(
     r"|position_embeddings\.(weight|inv_freq)|attention\.rotary_emb\.inv_freq"
     r"|mlp\.layer_norm_(weight|bias)|(.*\.)?_extra_state"
 )
+_ADAPTER = re.compile(r"(.+)\.lora\.([AB])")
 
 
 class Split(NamedTuple):
@@ -64,6 +65,10 @@ class Shards:
     def split_of(self, index: int, name: str) -> Split:
         """The rule of parameter `name` of layer `index`. Raises CheckpointError for a name that no model here has."""
         number = index - FIRST_TRANSFORMER_LAYER
+        adapter = _ADAPTER.fullmatch(name)
+        if adapter:  # one of the two is split as the weight that they adapt: B by its rows, or A by its columns
+            rule = self.split_of(index, f"{adapter.group(1)}.weight")
+            return rule if adapter.group(2) == "BA"[rule.dim] else Split()
         if _QKV.fullmatch(name):
             geometry = self.neox_args.head_geometry(number)
             return Split(0, qkv_row_groups(geometry) or [geometry.qkv_hidden_size])
@@ -152,7 +157,7 @@ class Shards:
 
     def _check_ranks(self, index: int, name: str, rule: Split, size: int, ranks: int) -> None:
         """Rows of heads may be dealt out unevenly, where ranks share a head; others not."""
-        if _QKV.fullmatch(name) or _QK_NORM.fullmatch(name):
+        if _QKV.fullmatch(_ADAPTER.sub(r"\1.weight", name)) or _QK_NORM.fullmatch(name):
             problems = self.neox_args.head_geometry(index - FIRST_TRANSFORMER_LAYER).shard_problems(ranks)
         else:
             uneven = any(block % ranks for block in rule.groups or [size])

@@ -14,20 +14,25 @@ import yaml
 import megatron
 from megatron.errors import CheckpointError, ConfigError
 from megatron.geometry import HeadGeometry
+from megatron.neox_arguments.lora import lora_settings
 from megatron.neox_arguments.per_layer import layers_text
 from megatron.neox_arguments.widths import head_geometry, layers_by_geometry
 
 STAMP_FILE = "head_geometry.json"
 FORMAT_VERSION = 1
+_STRETCH = "rotary_denominator_scale"
 
 
 def make_stamp(neox_args) -> Dict[str, Any]:
-    """One entry per layer: the geometry, the softmax scale and the row order of the fused QKV weight."""
-    return {
+    """One entry per layer: the geometry, the softmax scale and the row order of the fused QKV weight, and the stretch
+    of the rotary frequencies if there is one. `lora` describes the adapters, in a model that has them."""
+    stamp = {
         "version": FORMAT_VERSION,
         "framework": f"megatron (head_dim) {megatron.__version__}",
         "layers": [_layer_stamp(neox_args, number) for number in range(neox_args.num_layers)],
     }
+    adapters = lora_settings(neox_args)
+    return stamp if adapters is None else {**stamp, "lora": adapters.stamp()}
 
 
 def write_stamp(neox_args, folder: str) -> None:
@@ -103,7 +108,14 @@ def _layer_stamp(neox_args, number: int) -> Dict[str, Any]:
         "geometry": geometry.stamp(),
         "softmax_scale": neox_args.attention_scale(number),
         "qkv_layout": geometry.qkv_layout.value,
+        **_stretch(neox_args),
     }
+
+
+def _stretch(neox_args) -> Dict[str, float]:
+    """Only where there is one: records of other models stay what they were."""
+    stretch = neox_args.rotary_denominator_scale if neox_args.pos_emb == "rotary" else None
+    return {} if stretch in (None, 1.0) else {_STRETCH: stretch}
 
 
 def _stamp_problems(saved: List[dict], wanted: List[dict]) -> List[str]:
@@ -126,6 +138,9 @@ def _layer_problems(saved: dict, wanted: dict) -> List[str]:
         problems.append(f"softmax_scale: {scales[0]} in the checkpoint, {scales[1]} in the config")
     if saved.get("qkv_layout", wanted["qkv_layout"]) != wanted["qkv_layout"]:
         problems.append(f"QKV row order: {saved['qkv_layout']} in the checkpoint, {wanted['qkv_layout']} here")
+    stretches = saved.get(_STRETCH, 1.0), wanted.get(_STRETCH, 1.0)
+    if stretches[0] != stretches[1]:
+        problems.append(f"{_STRETCH}: {stretches[0]} in the checkpoint, {stretches[1]} in the config")
     return problems
 
 
@@ -142,12 +157,16 @@ def _yaml_problems(neox_args, folder: str) -> List[str]:
     if not {"hidden_size", "num_attention_heads"} <= set(settings):
         return []
     ours = {"num_layers": neox_args.num_layers, "pos_emb": neox_args.pos_emb}
-    theirs = SimpleNamespace(**{"num_kv_heads": None, "head_dim": None, "rotary_pct": 1.0, **ours, **settings})
+    absent = {"num_kv_heads": None, "head_dim": None, "rotary_pct": 1.0, _STRETCH: None}
+    theirs = SimpleNamespace(**{**absent, **ours, **settings})
     try:
         layers_by_geometry(theirs)
     except ConfigError as error:
         return [f"its own settings do not make a geometry: {error}"]
     return _stamp_problems(
-        [{"geometry": head_geometry(theirs, number).stamp()} for number in range(theirs.num_layers)],
+        [
+            {"geometry": head_geometry(theirs, number).stamp(), **_stretch(theirs)}
+            for number in range(theirs.num_layers)
+        ],
         [_layer_stamp(neox_args, number) for number in range(neox_args.num_layers)],
     )

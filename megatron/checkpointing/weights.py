@@ -7,6 +7,7 @@ import deepspeed
 import torch
 
 from megatron import mpu
+from megatron.checkpointing.adapters import adapter_problems, has_adapters, without_fresh
 from megatron.checkpointing.checks import args_problems, raise_problems
 from megatron.checkpointing.folders import find_checkpoint
 from megatron.checkpointing.legacy import is_extra_state, is_unused_buffer
@@ -43,11 +44,14 @@ def load_weights_from(neox_args, model, folder: str) -> int:
         reader = CheckpointReader(folder)
         resharded = reader.model_parallel_size != neox_args.model_parallel_size
         raise_problems(folder, args_problems(neox_args, reader.args, resharded))
+        raise_problems(folder, adapter_problems(neox_args, reader))
         weights = _resharded(neox_args, reader) if resharded else reader
         raise_problems(folder, weight_problems(model, weights, mpu.get_model_parallel_rank()))
         weights.verify(mpu.get_model_parallel_rank(), layers_of(model))
     fill(model, weights, mpu.get_model_parallel_rank())
     say(f"loaded the weights in {folder}")
+    if neox_args.lora is not None and not has_adapters(reader):
+        say("they have no adapters (lora): those of this run start afresh")
     if resharded:
         say(f"they were split over {reader.model_parallel_size} tensor-parallel ranks{_caveat(neox_args)}")
     return reader.iteration or 0
@@ -70,8 +74,8 @@ def layers_of(model) -> Dict[int, Dict[str, torch.Tensor]]:
 
 
 def weight_problems(model, reader: Weights, tp_rank: int) -> List[str]:
-    """Every missing, unexpected or differently shaped weight, as lines."""
-    wanted = layers_of(model)
+    """Every missing, unexpected or differently shaped weight, as lines. Adapters may be missing all together."""
+    wanted = without_fresh(layers_of(model), reader)
     problems, names = [], ([], [])
     for index in sorted(set(wanted) | _present(model, reader, tp_rank)):
         saved, ours = reader.layer_state(index, tp_rank), wanted.get(index, {})
@@ -103,9 +107,10 @@ def tensor_parallel_problems(neox_args, reader: CheckpointReader) -> List[str]:
 
 
 def fill(model, reader: Weights, tp_rank: int) -> None:
-    """Copy a checkpoint's weights into a model whose names and shapes agree with it. FP8 scaling starts afresh."""
+    """Copy a checkpoint's weights into a model whose names and shapes agree with it. FP8 scaling starts afresh, and so
+    do adapters that the checkpoint has not."""
     with torch.no_grad():
-        for index, tensors in layers_of(model).items():
+        for index, tensors in without_fresh(layers_of(model), reader).items():
             state = reader.layer_state(index, tp_rank)
             with _writable(tensors.values()):
                 for name, tensor in tensors.items():

@@ -1,18 +1,18 @@
 """What is wrong with a set of arguments: a list of messages, all of them, empty when everything fits together.
 
 Checks assume the right types (types.py has seen every value) but nothing else. The checks of the model's and of the
-run's settings are in validate_model.py, validate_run.py and validate_te.py; this file has the ranges and what concerns
-parallelism.
+run's settings are in validate_model.py, validate_run.py, validate_te.py and validate_lora.py; this file has the ranges
+and what concerns parallelism.
 """
 
 from types import SimpleNamespace
 from typing import Any, Iterator, List, Mapping
 
-from megatron.neox_arguments import validate_model, validate_run, validate_te
+from megatron.neox_arguments import validate_lora, validate_model, validate_run, validate_te
 from megatron.neox_arguments.deepspeed_keys import unknown_key_problems
 from megatron.neox_arguments.derive import data_parallel_size, is_enabled, model_ranks, precision_section, stage_of
 
-_MORE = (*validate_model.CHECKS, *validate_run.CHECKS, *validate_te.CHECKS)
+_MORE = (*validate_model.CHECKS, *validate_run.CHECKS, *validate_te.CHECKS, *validate_lora.CHECKS)
 _POSITIVE = """
     num_layers hidden_size num_attention_heads num_kv_heads head_dim softmax_scale seq_length max_position_embeddings
     intermediate_size ffn_hidden_size expansion_factor mlp_multiple_of sliding_window_width rpe_num_buckets
@@ -22,7 +22,7 @@ _POSITIVE = """
     eval_interval log_interval steps_per_print checkpoint_factor checkpoint_num_layers keep_last_n_checkpoints
     exit_interval lr_decay_iters maximum_tokens num_samples weighted_sampler_alpha peak_theoretical_tflops
     attn_logit_softcap final_logit_softcap embedding_multiplier prefill_chunk_size
-    fused_loss_chunk log_head_diagnostics
+    fused_loss_chunk log_head_diagnostics rotary_denominator_scale
 """.split()
 _NOT_NEGATIVE = """
     pipe_parallel_size init_method_std gradient_clipping weight_decay eval_iters num_workers temperature top_k

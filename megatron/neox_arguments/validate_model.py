@@ -124,6 +124,9 @@ def _rotary(settings: Any) -> Iterator[str]:
     types = dict.fromkeys(layer_type for layer_type in settings.layer_types if layer_type in LAYER_TYPES)
     odd_bases = list(_rotary_bases(settings.rotary_emb_base, types))
     yield from odd_bases
+    stretch = settings.rotary_denominator_scale
+    if stretch is not None and settings.pos_emb != "rotary":
+        yield f"rotary_denominator_scale={stretch} is only used with pos_emb=rotary, not {settings.pos_emb}; remove it"
     scaling = settings.rope_scaling
     if scaling is None:
         return

@@ -32,6 +32,8 @@ def plain_args(save=None, load=None, geometry=None, **settings):
         model_parallel_size=1,
         pipe_parallel_size=0,
         pos_emb="none",
+        rotary_denominator_scale=None,
+        lora=None,
         head_geometry=lambda layer_number=0: numbers,
         attention_scale=lambda layer_number=0: numbers.default_softmax_scale,
     )

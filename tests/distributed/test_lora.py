@@ -1,0 +1,46 @@
+"""Adapters at TP 2 and 4 equal those at TP 1: initial values, loss and every gradient; nothing else has a gradient."""
+
+import pytest
+
+from tests.distributed.test_model_tensor_parallel import _assert_equal
+from tests.helpers.distributed import run_distributed
+from tests.helpers.geometries import GQA_TP4, MHA_TP4, NARROW, WIDE_NON_DIVISIBLE
+from tests.helpers.model_runs import forward_backward
+
+LORA = dict(rank=3, alpha=5.0, targets=["query_key_value", "dense", "linear1", "linear2"])
+SWIGLU = dict(activation="swiglu", norm="rmsnorm", ffn_hidden_size=48)
+VARIANTS = {
+    "gated": SWIGLU,
+    "gated_sequence_parallel": dict(SWIGLU, sequence_parallel=True),
+    "gpt_j": dict(gpt_j_residual=True),
+    "gpt_j_sequence_parallel": dict(gpt_j_residual=True, sequence_parallel=True, no_weight_tying=False),
+    "checkpointed": dict(SWIGLU, checkpoint_activations=True, no_weight_tying=False),
+}
+GEOMETRIES = {2: (WIDE_NON_DIVISIBLE, MHA_TP4), 4: (NARROW, GQA_TP4)}
+"""Both orders of the QKV rows, and at 4 ranks two that share a key/value head."""
+
+
+def _cases(ranks):
+    return [
+        (f"{number} {name}", {**geometry, **settings, "lora": LORA})
+        for number, geometry in enumerate(GEOMETRIES[ranks])
+        for name, settings in VARIANTS.items()
+    ]
+
+
+def _rank(rank, world_size, cases):
+    results = {name: forward_backward(dict(settings, model_parallel_size=world_size)) for name, settings in cases}
+    return results if rank == 0 else [results[name][0] for name, _ in cases]
+
+
+@pytest.mark.parametrize("ranks", (2, 4))
+def test_tensor_parallel_equals_one_rank(ranks, tmp_path):
+    cases = _cases(ranks)
+    (single,) = run_distributed(1, _rank, cases, tmp_path=tmp_path)
+    first, *others = run_distributed(ranks, _rank, cases, tmp_path=tmp_path)
+    for number, (name, _) in enumerate(cases):
+        _assert_equal(name, single[name], first[name])
+        assert all(losses[number] == first[name][0] for losses in others), f"{name}: ranks disagree on the loss"
+        trained = set(first[name][2])
+        assert trained == {key for key in first[name][1] if ".lora." in key} and len(trained) == 2 * 4 * 2
+        assert all(abs(gradient).max() > 0 for gradient in first[name][2].values()), name
