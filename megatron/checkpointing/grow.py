@@ -21,7 +21,7 @@ from megatron.checkpointing.resharded import FromCheckpoint, ReshardedReader
 from megatron.checkpointing.shards import Shards
 from megatron.errors import ConversionError
 from megatron.geometry import HeadGeometry, QKVLayout
-from megatron.model.attention.self_attention import relative_position_scale
+from megatron.model.attention.heads import relative_position_scale
 from megatron.model.gpt2_model import FIRST_TRANSFORMER_LAYER
 
 _CHANGED = re.compile(

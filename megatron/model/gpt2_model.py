@@ -12,7 +12,6 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 from megatron import mpu
-from megatron.model.attention.self_attention import relative_position_scale
 from megatron.model.init_functions import get_init_methods
 from megatron.model.lora import freeze_base
 from megatron.model.positional_embeddings import ParallelRelativePositionBias
@@ -88,11 +87,8 @@ def _relative_position_bias(neox_args, index: int):
     """The one bias module that all layers hold; None unless pos_emb is rpe. `index`, of no layer, seeds it."""
     if neox_args.pos_emb != "rpe":
         return None
-    geometry = neox_args.head_geometry()
     with mpu.parameter_scope(neox_args.seed, index):
-        return ParallelRelativePositionBias(
-            neox_args, geometry.num_attention_heads, scale=relative_position_scale(geometry)
-        )
+        return ParallelRelativePositionBias(neox_args, neox_args.num_attention_heads)
 
 
 def _checkpoint_interval(neox_args) -> int:

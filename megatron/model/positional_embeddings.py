@@ -45,10 +45,8 @@ class AliBi(nn.Module):
 class ParallelRelativePositionBias(nn.Module):
     """T5's learned bias per head and distance bucket, one module for all layers; heads are split over ranks."""
 
-    def __init__(self, neox_args, num_attention_heads: int, scale: float):
-        """scale multiplies the weight; GPT-NeoX uses sqrt(head_dim), since T5 itself does not scale its scores."""
+    def __init__(self, neox_args, num_attention_heads: int):
         super().__init__()
-        self.scale = scale
         self.num_buckets = neox_args.rpe_num_buckets
         self.max_distance = neox_args.rpe_max_distance
         shape = (self.num_buckets, num_attention_heads)
@@ -58,7 +56,7 @@ class ParallelRelativePositionBias(nn.Module):
         """[n, s, t] in the weight's dtype."""
         distance = _tokens_back(query_tokens, key_tokens, offset, device)
         buckets = relative_position_bucket(distance, self.num_buckets, self.max_distance)
-        return self.weight[buckets].permute(2, 0, 1) * self.scale
+        return self.weight[buckets].permute(2, 0, 1)
 
 
 def relative_position_bucket(distance: torch.Tensor, num_buckets: int, max_distance: int) -> torch.Tensor:

@@ -152,8 +152,7 @@ def _build(backend: str, numbers: Dict[str, Any], wanted: Feature):
         return args, TEMultiheadAttention(args)
     rpe = None
     if args.pos_emb == "rpe":
-        heads, width = numbers["num_attention_heads"], numbers["head_dim"]
-        rpe = ParallelRelativePositionBias(args, heads, width**0.5)
+        rpe = ParallelRelativePositionBias(args, numbers["num_attention_heads"])
     return args, ParallelSelfAttention(args, rpe=rpe).to(args.params_dtype)
 
 

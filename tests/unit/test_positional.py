@@ -64,21 +64,23 @@ def test_buckets_equal_transformers_t5(buckets, farthest):
     assert torch.equal(relative_position_bucket(distance, buckets, farthest), theirs)
 
 
-def test_relative_bias_is_scaled_and_offset():
+def test_relative_bias_is_offset():
     args = tiny_args(**WIDE_NON_DIVISIBLE, pos_emb="rpe")
-    bias = ParallelRelativePositionBias(args, 6, scale=2.5)
+    bias = ParallelRelativePositionBias(args, 6)
     assert bias.weight.shape == (32, 6)
     whole = bias(9, 9, 0, CPU)
-    assert whole[4, 8, 3].item() == pytest.approx(2.5 * bias.weight[5, 4].item())
+    assert whole[4, 8, 3].item() == pytest.approx(bias.weight[5, 4].item())
     torch.testing.assert_close(bias(2, 9, 7, CPU), whole[:, 7:])
 
 
-def test_all_layers_share_one_relative_bias_scaled_by_the_root_of_head_dim():
-    model = GPT2ModelSequential(tiny_args(**WIDE_NON_DIVISIBLE, pos_emb="rpe"))
+def test_all_layers_share_one_relative_bias_scaled_by_the_root_of_their_head_dim():
+    model = GPT2ModelSequential(tiny_args(**{**WIDE_NON_DIVISIBLE, "head_dim": [24, 40]}, pos_emb="rpe"))
     names = [name for name in model.state_dict() if "rpe" in name]
     assert names == ["sequential.2.attention.rpe.weight", "sequential.3.attention.rpe.weight"]
-    first, second = (layer.attention.rpe for _, layer in model.local_layers()[2:4])
-    assert first is second and first.scale == pytest.approx(math.sqrt(24))
+    first, second = (layer.attention for _, layer in model.local_layers()[2:4])
+    assert first.rpe is second.rpe
+    for attention, width in ((first, 24), (second, 40)):
+        torch.testing.assert_close(attention._score_bias(9, 9, 0, 0, CPU), first.rpe(9, 9, 0, CPU) * math.sqrt(width))
     assert sum("rpe" in name for name, _ in model.named_parameters()) == 1
 
 
@@ -90,7 +92,7 @@ def test_rpe_without_the_shared_bias_is_an_error():
 @pytest.mark.parametrize("pos_emb", ("alibi", "rpe"))
 def test_the_layer_adds_its_bias_after_the_scale(pos_emb):
     args = tiny_args(**WIDE_NON_DIVISIBLE, pos_emb=pos_emb)
-    shared = ParallelRelativePositionBias(args, 6, scale=3.0) if pos_emb == "rpe" else None
+    shared = ParallelRelativePositionBias(args, 6) if pos_emb == "rpe" else None
     attention = ParallelSelfAttention(args, rpe=shared)
     q, k, v = (torch.randn(9, 2, heads, 24, dtype=torch.float64) for heads in (6, 2, 2))
     bias = torch.zeros(6, 9, 9, dtype=torch.float64)
@@ -100,7 +102,7 @@ def test_the_layer_adds_its_bias_after_the_scale(pos_emb):
                 if shared is None:
                     bias[head, i, j] = -alibi_slopes(6)[head] * (i - j)
                 else:
-                    bias[head, i, j] = 3.0 * shared.weight[i - j, head]
+                    bias[head, i, j] = math.sqrt(24) * shared.weight[i - j, head]
     got = attention._attend(q.float(), k.float(), v.float(), oldest_key=0)
     assert_close(got, core_reference(q, k, v, 24**-0.5, bias=bias), FORWARD)
     chunk = attention._attend(q[5:].float(), k.float(), v.float(), oldest_key=0)
