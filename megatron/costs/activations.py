@@ -145,7 +145,7 @@ def _keeps_highest(neox_args, number: int, batch: Batch) -> bool:
     """Whether chunked has the backward pass of core/shifted.py."""
     if neox_args.layer_attention(number).logit_softcap is not None or neox_args.attention_dropout > 0:
         return False
-    return shifted.suits(neox_args.params_dtype, torch.device(batch.device), neox_args.head_geometry(number).head_dim)
+    return shifted.suits(neox_args.params_dtype, torch.device(batch.device))
 
 
 def attention_bytes(neox_args, number: int, batch: Batch) -> Dict[str, int]:

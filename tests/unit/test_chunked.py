@@ -28,7 +28,6 @@ HEADS = ((6, 2, 2), (6, 6, 2), (5, 1, 1), (3, 3, 3))
 def route(request, monkeypatch):
     monkeypatch.setattr(chunked, "BLOCK", {"cpu": SIZE, "cuda": SIZE})
     monkeypatch.setattr(shifted, "_has_amx", lambda: request.param != "shifted")
-    monkeypatch.setattr(shifted, "OWN_BACKWARD_WIDTH", 1)
     monkeypatch.setattr(chunked, "_explicit_is_faster", lambda *a: False)
     monkeypatch.setattr(cpu_flash, "MASKED_ROWS", SIZE)
     if request.param == "own":

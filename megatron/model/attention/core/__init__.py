@@ -46,7 +46,7 @@ def select_kernel(kind: str, request: AttentionRequest) -> ModuleType:
     if reason is not None:
         able = [name for name in _order(request) if KERNELS[name].refusal(request) is None]
         raise BackendError(
-            f"attention_config={kind} cannot run this model: {reason}; or use attention_config={' or '.join(able)}"
+            f"attention_config={kind} cannot run {request.what}: {reason}; or use attention_config={' or '.join(able)}"
         )
     return KERNELS[kind]
 

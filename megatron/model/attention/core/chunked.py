@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from megatron import mpu
 from megatron.errors import BackendError
 from megatron.model.attention.core import cpu_flash, eager, shifted
-from megatron.model.attention.core.blocks import BlockProducts, unstacked
+from megatron.model.attention.core.blocks import BlockProducts, centre_, unstacked
 from megatron.model.attention.core.request import AttentionRequest
 from megatron.model.attention.core.spec import Spec
 
@@ -74,8 +74,7 @@ def _explicit_is_faster(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec:
         return True
     if k.shape[0] > _by_device(EXPLICIT_KEYS, q.device):
         return False
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    return half or not cpu_flash.can_backward(q, k, v, spec)
+    return not cpu_flash.can_backward(q, k, v, spec)
 
 
 def _by_device(table, device: torch.device) -> int:
@@ -146,7 +145,10 @@ def _forward(q, k, v, spec: Spec):
 
 
 def _backward(q, k, v, output, log_sums, upstream, spec: Spec):
-    """Algorithm 2, the loop over queries outside. output and upstream [b, n, s, d] -> gradients of q, k and v."""
+    """Algorithm 2, the loop over queries outside. output and upstream [b, n, s, d] -> gradients of q, k and v.
+
+    In half precision the gradients of a row's scores are held until their sum is known: see blocks.py.
+    """
     products, size = BlockProducts(q, k, v, spec.scale), _block(k)
     # What a row's softmax takes off the gradients of its weights: their mean, and so the output times its gradient.
     means = (upstream.to(products.dtype) * output).sum(-1, keepdim=True)  # [b, n, s, 1]
@@ -156,7 +158,8 @@ def _backward(q, k, v, output, log_sums, upstream, spec: Spec):
         here = slice(*rows)
         queries, pulled = products.queries(rows), products.of_values(upstream[:, :, here])
         scored, query_sum = products.for_scores(queries), products.zeros(rows, q.shape[-1])
-        for columns in spec.key_blocks(rows, k.shape[0], 2 * size):
+        rest, held = products.zeros(rows, 1), []
+        for number, columns in enumerate(spec.key_blocks(rows, k.shape[0], 2 * size)):
             weights, slope = _scores(products, scored, rows, columns, spec, with_slope=True)
             weights.sub_(log_sums[:, :, here]).exp_()  # [b, n, rows, columns]
             gradient = products.weight_gradients(pulled, columns)
@@ -167,8 +170,18 @@ def _backward(q, k, v, output, log_sums, upstream, spec: Spec):
                 used = kept.mul_(weights)
             products.add_value_gradient(dv, used, pulled, columns)
             gradient.sub_(means[:, :, here]).mul_(weights)
+            if products.half:
+                parts = (gradient, weights) if slope is None else (gradient, weights, slope)
+                held.append((columns, *(products.hold((number, part), x) for part, x in enumerate(parts))))
+                rest.add_(held[-1][1].sum(-1, keepdim=True, dtype=rest.dtype))
+                continue
             if slope is not None:
                 gradient.mul_(slope)
+            products.add_query_and_key_gradients(query_sum, dk, gradient, queries, columns)
+        for columns, gradient, weights, *slope in held:
+            centre_(gradient, weights, rest)
+            for factor in slope:
+                gradient.mul_(factor)
             products.add_query_and_key_gradients(query_sum, dk, gradient, queries, columns)
         dq[:, :, here] = query_sum.mul_(spec.scale)
     return dq.permute(2, 0, 1, 3), unstacked(dk.mul_(spec.scale), k), unstacked(dv, v)

@@ -4,16 +4,15 @@ A product rounds its result to bfloat16, and a rounded score of 1000 is off by 2
 before the exponential is subtracted inside of the product: the highest score of the row, in three bfloat16 numbers,
 stands in further columns of the queries, and ones in those of the keys. What is rounded then is small where the weight
 is not: an error of at most |score - highest| / 512 of a weight. The mean of the gradients of a row's weights is
-subtracted in the same way.
+subtracted in the same way; what it is off by, as it comes from a rounded output, is taken away as blocks.py says.
 """
 
 import functools
-from typing import Tuple
+from typing import Hashable, Tuple
 
 import torch
 
 from megatron.model.attention.core.blocks import Scratch, unstacked
-from megatron.model.attention.core.cpu_flash import OWN_BACKWARD_WIDTH
 from megatron.model.attention.core.spec import Spec
 
 ALIGNMENT = 16
@@ -22,17 +21,18 @@ _PARTS = 3
 
 
 def can(q: torch.Tensor, spec: Spec) -> bool:
-    """Whether this is the backward pass: where it was measured to be the fastest, with the kernel's own forward pass.
+    """Whether this is the backward pass, with the kernel's own forward pass.
 
-    Time of both passes relative to torch's forward and backward, 8 heads and 4 kv heads: at head_dim 128 0.7 with 512
-    tokens and 0.9 to 1.0 with 2048, at 64 0.8 to 1.0 and 1.1. Not measured with AMX, where torch's forward is fast.
+    Time of both passes relative to torch's forward and backward, 8 heads and 4 kv heads, 512 and 2048 tokens: at
+    head_dim 128 0.7 and 0.9, at 64 0.8 and 1.05, at 32 0.93 and 1.36. Not measured with AMX, where torch's forward is
+    fast.
     """
-    return suits(q.dtype, q.device, q.shape[-1]) and spec.softcap is None and not spec.dropout_p
+    return suits(q.dtype, q.device) and spec.softcap is None and not spec.dropout_p
 
 
-def suits(dtype: torch.dtype, device: torch.device, head_dim: int) -> bool:
+def suits(dtype: torch.dtype, device: torch.device) -> bool:
     """The part of that which a layer's attention function has no say in."""
-    return dtype == torch.bfloat16 and device.type == "cpu" and head_dim >= OWN_BACKWARD_WIDTH and not _has_amx()
+    return dtype == torch.bfloat16 and device.type == "cpu" and not _has_amx()
 
 
 @functools.cache
@@ -45,7 +45,8 @@ def backward(q, k, v, output, log_sums, highest, upstream, spec: Spec, size: int
     -> the gradients of q, k and v, in their layouts. size: queries of a block."""
     width, scratch = q.shape[-1], Scratch(q)
     # exp(score - highest) times the share of the highest is a weight; upstream takes the factor, for all its uses.
-    pulled = upstream * (highest - log_sums).exp_()  # [b, n, s, d] in fp32
+    shares = (highest - log_sums).exp_()  # [b, n, s, 1]
+    pulled = upstream * shares  # [b, n, s, d] in fp32
     means = (pulled * output).sum(-1, keepdim=True)
     queries = _with_columns(q.permute(1, 2, 0, 3), _in_parts(highest / -spec.scale))  # [b, n, s, d + 16]
     pulled = _with_columns(pulled, _in_parts(-means))
@@ -54,15 +55,20 @@ def backward(q, k, v, output, log_sums, highest, upstream, spec: Spec, size: int
     dk, dv = (torch.zeros_like(x[..., :width], dtype=torch.float32) for x in (keys, values))
     for rows in spec.query_blocks(q.shape[0], size):
         asking, pull = (_stacked(x[:, :, slice(*rows)], len(y)) for x, y in ((queries, keys), (pulled, values)))
-        query_sum = torch.zeros_like(asking[..., :width], dtype=torch.float32)
-        for columns in spec.key_blocks(rows, k.shape[0], 2 * size):
+        rest, held = 0.0, []
+        for number, columns in enumerate(spec.key_blocks(rows, k.shape[0], 2 * size)):
             here, shape = slice(*columns), (*q.shape[1:3], rows[1] - rows[0], columns[1] - columns[0])
-            weights = _product(scratch, "weights", asking, keys[:, here].mT).view(shape)
-            gradient = _product(scratch, "gradient", pull, values[:, here].mT).view(shape)
+            weights = _product(scratch, ("weights", number), asking, keys[:, here].mT).view(shape)
+            gradient = _product(scratch, ("gradient", number), pull, values[:, here].mT).view(shape)
             spec.hide_(weights, rows, columns, torch.finfo(weights.dtype).min)
             gradient.mul_(weights.mul_(spec.scale).exp_())
-            weights, gradient = _stacked(weights, len(values)), _stacked(gradient, len(keys))
-            dv[:, here].add_(_product(scratch, "narrow", weights.mT, pull[..., :width]))
+            dv[:, here].add_(_product(scratch, "narrow", _stacked(weights, len(values)).mT, pull[..., :width]))
+            rest = rest + gradient.sum(-1, keepdim=True, dtype=torch.float32)
+            held.append((here, weights, gradient))
+        query_sum = torch.zeros_like(asking[..., :width], dtype=torch.float32)
+        rest = (rest * shares[:, :, slice(*rows)]).to(q.dtype)
+        for here, weights, gradient in held:
+            gradient = _stacked(gradient.addcmul_(weights, rest, value=-1), len(keys))
             dk[:, here].add_(_product(scratch, "narrow", gradient.mT, asking[..., :width]))
             query_sum.add_(_product(scratch, "narrow", gradient, keys[:, here, :width]))
         dq[:, :, slice(*rows)] = query_sum.mul_(spec.scale).view_as(dq[:, :, slice(*rows)])
@@ -97,5 +103,5 @@ def _with_columns(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def _product(scratch: Scratch, name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _product(scratch: Scratch, name: Hashable, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.bmm(a, b, out=scratch(name, (a.shape[0], a.shape[1], b.shape[2]), a.dtype))
