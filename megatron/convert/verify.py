@@ -17,6 +17,7 @@ from megatron.convert.transformers_run import load_hf, run_hf
 from megatron.errors import ConversionError
 from megatron.logging.quiet import quiet_libraries, without_library_prints
 from megatron.model.gpt2_model import FIRST_TRANSFORMER_LAYER, GPT2ModelSequential
+from megatron.neox_arguments.widths import named_layers
 from megatron.text_generation import InferenceRunner, stream_tokens
 
 TOLERANCE = 2e-5
@@ -120,7 +121,11 @@ def verify(
     del model
     say(f"loading {reader.folder}")
     ours = run_ours(args, reader.folder, ids, prompt, generate, config.vocab_size)
-    return compared(theirs, ours, ids, tolerance, str(args.head_geometry()))
+    return compared(theirs, ours, ids, tolerance, "; ".join(named_layers(_geometries(args), args.num_layers)))
+
+
+def _geometries(args: Any) -> Dict[str, List[int]]:
+    return {str(geometry): numbers for geometry, numbers in args.layers_by_geometry().items()}
 
 
 def _prompt(ids: torch.Tensor, generate: int, positions: int) -> torch.Tensor:

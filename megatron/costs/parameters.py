@@ -123,10 +123,10 @@ def position_shapes(neox_args) -> Shapes:
 
 
 def rpe_shapes(neox_args, ranks: int) -> Shapes:
-    """The one table of relative position biases, which all layers share."""
+    """The one table of relative position biases, which all layers share, as they have equally many heads."""
     if neox_args.pos_emb != "rpe":
         return []
-    return [ParameterShape((neox_args.rpe_num_buckets, neox_args.head_geometry().shard(ranks).num_attention_heads))]
+    return [ParameterShape((neox_args.rpe_num_buckets, share(neox_args.num_attention_heads, ranks)))]
 
 
 def head_shapes(neox_args, ranks: int) -> Shapes:

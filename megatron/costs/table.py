@@ -5,6 +5,8 @@ from typing import List, Tuple
 from megatron.costs.cache import kv_cache_bytes_per_token
 from megatron.costs.flops import flops_per_token
 from megatron.costs.parameters import num_parameters
+from megatron.geometry import HeadGeometry
+from megatron.neox_arguments.per_layer import layers_text
 
 
 def geometry_table(neox_args) -> str:
@@ -18,25 +20,47 @@ def geometry_table(neox_args) -> str:
 
 
 def _geometry_rows(neox_args) -> List[Tuple[str, str]]:
-    geometry = neox_args.head_geometry()
-    hidden, query, qkv = geometry.hidden_size, geometry.query_hidden_size, geometry.qkv_hidden_size
-    rotary = f"{geometry.rotary_ndims} of {geometry.head_dim}" if geometry.rotary_ndims else "none"
-    ratio = "= hidden_size" if geometry.matches_hidden else f"{query / hidden:.3g} x hidden_size"
+    """Where layers differ, one row for each kind of them takes the place of the rows of their widths."""
     cache_dtype = neox_args.kv_cache_dtype or neox_args.precision
     return [
         ("layers", str(neox_args.num_layers)),
-        ("hidden_size", str(hidden)),
-        ("num_attention_heads", str(geometry.num_attention_heads)),
+        ("hidden_size", str(neox_args.hidden_size)),
+        ("num_attention_heads", str(neox_args.num_attention_heads)),
+        *(_width_rows(neox_args) if neox_args.has_uniform_heads else _rows_by_layer(neox_args)),
+        ("MLP width", str(neox_args.mlp_geometry().ffn_hidden_size)),
+        ("KV cache per token", f"{kv_cache_bytes_per_token(neox_args):,} bytes ({cache_dtype})"),
+        ("parameters", f"{num_parameters(neox_args):,}"),
+        ("FLOPs per token", f"{flops_per_token(neox_args):.4g} (forward + backward)"),
+    ]
+
+
+def _width_rows(neox_args) -> List[Tuple[str, str]]:
+    geometry = neox_args.head_geometry()
+    hidden, query, qkv = geometry.hidden_size, geometry.query_hidden_size, geometry.qkv_hidden_size
+    ratio = "= hidden_size" if geometry.matches_hidden else f"{query / hidden:.3g} x hidden_size"
+    return [
         ("num_kv_heads", str(geometry.num_kv_heads)),
         ("head_dim", str(geometry.head_dim)),
         ("query width", f"{query} ({ratio})"),
         ("key/value width", str(geometry.kv_hidden_size)),
         ("QKV projection", f"{hidden} -> {qkv}"),
         ("output projection", f"{query} -> {hidden}"),
-        ("MLP width", str(neox_args.mlp_geometry().ffn_hidden_size)),
-        ("rotary dimensions", rotary),
+        ("rotary dimensions", _rotary(geometry)),
         ("softmax scale", f"{neox_args.attention_scale():.6g}"),
-        ("KV cache per token", f"{kv_cache_bytes_per_token(neox_args):,} bytes ({cache_dtype})"),
-        ("parameters", f"{num_parameters(neox_args):,}"),
-        ("FLOPs per token", f"{flops_per_token(neox_args):.4g} (forward + backward)"),
     ]
+
+
+def _rows_by_layer(neox_args) -> List[Tuple[str, str]]:
+    return [
+        (
+            layers_text(numbers),
+            f"head_dim {geometry.head_dim}, {geometry.num_kv_heads} kv heads, "
+            f"query width {geometry.query_hidden_size}, QKV {geometry.qkv_hidden_size}, rotary {_rotary(geometry)}, "
+            f"scale {neox_args.attention_scale(numbers[0]):.6g}",
+        )
+        for geometry, numbers in neox_args.layers_by_geometry().items()
+    ]
+
+
+def _rotary(geometry: HeadGeometry) -> str:
+    return f"{geometry.rotary_ndims} of {geometry.head_dim}" if geometry.rotary_ndims else "none"

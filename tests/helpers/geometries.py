@@ -26,3 +26,19 @@ ALL = {
 }
 TP2 = {name: ALL[name] for name in ("wide_non_divisible", "narrow", "mha_tp4", "gqa_tp4", "quotient")}
 TP4 = {name: ALL[name] for name in ("narrow", "mha_tp4", "gqa_tp4", "quotient")}
+
+PER_LAYER = {
+    "widening": dict(
+        num_layers=3, hidden_size=80, num_attention_heads=6, num_kv_heads=2, head_dim=[[16, 1], [24, 1], [40, 1]]
+    ),
+    "kv_by_layer": dict(
+        num_layers=3, hidden_size=88, num_attention_heads=12, num_kv_heads=[[4, 1], [2, 2]], head_dim=[14, 10, 6]
+    ),
+    "alternating": dict(num_layers=4, hidden_size=72, num_attention_heads=4, head_dim=[[[20, 12], 2]]),
+    "progressive": dict(
+        num_layers=3, hidden_size=64, num_attention_heads=8, num_kv_heads=1,
+        head_dim=dict(schedule="progressive", base=10, exponent=0.6, multiple_of=2),
+    ),
+}  # fmt: skip
+"""Widths that differ from layer to layer. All split over 2 ranks, and all but the first over 4; in the second and the
+last some key/value heads are then shared by ranks."""

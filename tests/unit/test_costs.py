@@ -6,7 +6,7 @@ from megatron import costs
 from megatron.model.attention.cache import KVCache
 from megatron.model.gpt2_model import build_model
 from tests.helpers.configs import tiny_args
-from tests.helpers.geometries import ALL
+from tests.helpers.geometries import ALL, PER_LAYER
 
 LLAMA = dict(
     pos_emb="rotary", norm="rmsnorm", activation="swiglu", use_bias_in_attn_linear=False, use_bias_in_mlp=False,
@@ -61,6 +61,22 @@ def test_cache_bytes_are_those_of_the_cache(geometry, qk_norm):
     args = tiny_args(**ALL[geometry], **LLAMA, use_qk_layernorm=qk_norm)
     cache = KVCache(args, range(args.num_layers), batch_size=3, max_tokens=7)
     assert costs.kv_cache_bytes_per_token(args) * 3 * 7 == cache.nbytes
+
+
+def test_table_of_widths_by_layer():
+    args = tiny_args(**LLAMA, **PER_LAYER["kv_by_layer"])
+    rows = dict(
+        (cells[1].strip(), cells[2].strip()) for cells in map(lambda line: line.split("|"), lines_of(args)) if cells[1:]
+    )
+    assert rows["layer 0"] == (
+        "head_dim 14, 4 kv heads, query width 168, QKV 280, rotary 14 of 14, scale 0.267261"
+    )  # 12 x 14, and 2 x 4 x 14 more
+    assert rows["layer 2"].startswith("head_dim 6, 2 kv heads, query width 72, QKV 96, rotary 6 of 6")
+    assert "head_dim" not in rows and rows["parameters"] == f"{costs.num_parameters(args):,}"
+
+
+def lines_of(args):
+    return costs.geometry_table(args).splitlines()
 
 
 def test_table_has_the_numbers():

@@ -124,11 +124,14 @@ def test_experts_do_not_ignore_it_either():
         tiny_args(**ALL["wide_non_divisible"], moe_num_experts=4)
 
 
-@pytest.mark.parametrize("width", [0, -8, True, 128.0, "128", [128]])
-def test_what_is_no_width_is_refused_by_name_and_value(width):
+@pytest.mark.parametrize(
+    "width, named",
+    [(0, "0"), (-8, "-8"), (True, "True"), (128.0, "128.0"), ("128", "128"), ([128], "1 layer"), ([128, "64"], "'64'")],
+)
+def test_what_is_no_width_is_refused_by_name_and_value(width, named):
     with pytest.raises(ConfigError) as error:
         tiny_args(hidden_size=64, num_attention_heads=4, head_dim=width)
-    assert "head_dim" in str(error.value) and str(width) in str(error.value)
+    assert "head_dim" in str(error.value) and named in str(error.value)
 
 
 def test_heads_are_not_changed_to_fit_hidden_size():

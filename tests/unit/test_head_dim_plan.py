@@ -96,6 +96,51 @@ def test_other_settings_can_be_swept(tmp_path, capsys):
     assert [size / cache[0] for size in cache] == [1, 2, 3, 6]
 
 
+BY_LAYER = dict(MODEL, num_layers=4, head_dim=[[24, 3], [40, 1]], num_kv_heads=[2, 2, 2, 6])
+
+
+def test_widths_by_layer(tmp_path, capsys):
+    """Lists in the JSON where layers differ; a line and a row for each kind of them on the page."""
+    status, report = plan(capsys, tmp_path, BY_LAYER)
+    args, geometry = args_of(BY_LAYER), report["geometry"]
+    assert status == 0
+    assert geometry["head_dim"] == [24, 24, 24, 40] and geometry["num_kv_heads"] == [2, 2, 2, 6]
+    assert geometry["qkv_width"] == [240, 240, 240, 720]
+    assert geometry["softmax_scale"] == [args.attention_scale(layer) for layer in range(4)]
+    assert geometry["num_attention_heads"] == 6
+    assert report["parameters"]["total"] == sum(p.numel() for p in build_model(args).parameters())
+    notes = {row["note"] for row in report["backends"] if row["backend"] == "flash" and row["runs"]}
+    assert notes <= {""}  # both are multiples of 8
+    _, odd = plan(capsys, tmp_path, dict(BY_LAYER, head_dim=[[24, 3], [20, 1]]))
+    notes = {row["note"] for row in odd["backends"] if row["backend"] == "flash" and row["runs"]}
+    assert notes == {"layer 3: computed at 24, with 4 columns of zeros"}
+    (tmp_path / "model.yml").write_text(yaml.safe_dump(BY_LAYER))
+    assert main(["plan", str(tmp_path / "model.yml")]) == 0
+    page = capsys.readouterr().out
+    assert "layers 0-2: residual 80 -> QKV 240 -> 6 query heads x 24 = 144, 2 key/value heads x 24 = 48" in page
+    assert "layer 3: residual 80 -> QKV 720 -> 6 query heads x 40 = 240, 6 key/value heads x 40 = 240" in page
+    assert f"{costs.num_parameters(args):,}" in page
+
+
+def test_widths_by_layer_are_swept_and_made_equal(tmp_path, capsys):
+    settings = dict(MODEL, num_layers=4)
+    sweep = "head_dim=24,[[16,2],[32,2]],{schedule: progressive, base: 14, exponent: 0.5, multiple_of: 2}"
+    status, report = plan(capsys, tmp_path, settings, "--sweep", sweep, "--at-equal", "params")
+    rows = report["variants"]
+    assert status == 0 and [row["head_dim"] for row in rows] == [24, [16, 16, 32, 32], [14, 20, 24, 28]]
+    for row, head_dim in zip(rows, (24, [[16, 2], [32, 2]], [14, 20, 24, 28]), strict=True):
+        variant = args_of(settings, head_dim=head_dim, ffn_hidden_size=row["ffn_hidden_size"])
+        assert row["parameters"] == sum(p.numel() for p in build_model(variant).parameters())
+    assert [row["parameters"] for row in rows] == pytest.approx([rows[0]["parameters"]] * 3, rel=2e-3)
+    picture = str(tmp_path / "widths.png")
+    assert main(["plan", str(tmp_path / "model.yml"), "--sweep", sweep, "--plot", picture]) == 0
+    page = capsys.readouterr().out
+    assert "16 (layers 0-1)" in page and "32 (layers 2-3)" in page
+    _, report = plan(capsys, tmp_path, settings, "--sweep", sweep, "--at-equal", "params", "--adjust", "heads")
+    assert "problems" not in report["variants"][0]
+    assert "needs one geometry for all layers" in report["variants"][1]["problems"][0]
+
+
 def test_the_picture(tmp_path, capsys):
     picture = tmp_path / "widths.png"
     plan(capsys, tmp_path, MODEL, "--sweep", "head_dim=12,24", "--plot", str(picture))

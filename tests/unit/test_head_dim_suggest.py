@@ -2,10 +2,13 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
+import yaml
 
+from tests.helpers.configs import tiny_args
 from tools.head_dim import published, rules
 from tools.head_dim.__main__ import main
 from tools.head_dim.rules import Question
@@ -64,6 +67,17 @@ def test_output_init_and_learning_rate_by_the_query_width():
     measured = (x @ weight.T).std() / (x[:, :2560] @ weight[:, :2560].T).std()
     assert f"{measured:.2f} times as large" in says(rules.output_init_rule)
     assert "0.62 times that of a square one" in says(rules.lr_rule)
+
+
+def test_a_schedule_by_depth_has_the_width_in_the_middle():
+    args = tiny_args(
+        num_layers=37, hidden_size=64, num_attention_heads=4, head_dim=rules.progressive(QUESTION.head_dim, 37)
+    )
+    widths = [args.head_geometry(layer).head_dim for layer in range(37)]
+    assert widths[18] == 128 and widths == sorted(widths) and widths[0] < 64 < 128 < widths[-1]
+    text = says(rules.depth_rule, num_layers=37)
+    assert yaml.safe_load(re.search(r"{.*?}", text)[0]) == args.head_dim
+    assert f"gives {widths[0]} in the first layer and {widths[-1]} in the last" in text
 
 
 @pytest.mark.parametrize("width, said", [(128, "a power of two"), (20, "padded"), (320, "no flash on CUDA")])

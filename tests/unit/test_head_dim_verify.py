@@ -52,7 +52,7 @@ def hf(folder, **changes):
 
 def test_every_published_model_is_its_own_nearest():
     for model in published.models():
-        numbers = {key: getattr(model, key) for key in (*published.GEOMETRY, *published.OTHERS)}
+        numbers = {key: model.number(key) for key in (*published.GEOMETRY, *published.OTHERS)}
         nearest = published.closest(numbers)
         assert published.differences(numbers, nearest) == []
         assert nearest == model or nearest.name.replace("-2-", "-3-") == model.name  # OLMo 3 has OLMo 2's numbers
@@ -67,6 +67,8 @@ def test_the_published_rows_are_whole_and_have_sources():
         HeadGeometry.from_config(
             model.hidden_size, model.num_attention_heads, model.num_kv_heads, model.head_dim
         )  # raises if heads do not divide
+    by_layer = [model for model in published.models() if model.can_be_held and not model.uniform]
+    assert [model.name for model in by_layer] == [f"Gemma-4-{size}" for size in ("E2B", "E4B", "26B-A4B", "31B")]
     wider = [model for model in uniform if model.num_attention_heads * model.head_dim != model.hidden_size]
     assert len(wider) > 30
 
@@ -90,6 +92,58 @@ def test_configs(tmp_path, capsys, changes, verdict, status, said):
     assert found == status
     assert said in "".join(report["problems"])
     assert bool(report["problems"]) == bool(said)
+
+
+LOCAL_GLOBAL = [[[256] * 5 + [512], 10]]
+GEMMA4_31B = dict(
+    num_layers=60, hidden_size=5376, num_attention_heads=32, num_kv_heads=[[[16] * 5 + [4], 10]],
+    head_dim=LOCAL_GLOBAL, ffn_hidden_size=21504, padded_vocab_size=262144, softmax_scale=1.0, norm="rmsnorm",
+    rotary_emb_base=1000000, no_weight_tying=False,
+)  # fmt: skip
+WRONG = [256, 256, 256, 128, 256, 512, *([256] * 5 + [512]) * 9]
+
+
+@pytest.mark.parametrize(
+    "changes, verdict, status, said",
+    [
+        ({}, "this is Gemma-4-31B", 0, ""),
+        (dict(head_dim=256), "head_dim=256 (layers 5, 11, 17, 23, 29, 35, 41, 47, 53, 59): published 512", 1, ""),
+        (dict(head_dim=WRONG), "Gemma-4-31B, but head_dim=128 (layer 3): published 256", 1, ""),
+        (dict(head_dim=[[[512] + [256] * 5, 10]]), "head_dim=512 (layers 0, 6, 12, 18", 1, ""),
+        (dict(softmax_scale=None), "this is Gemma-4-31B", 1, "the softmax scale is 0.0625 (layers 0-4, 6-10"),
+        (
+            dict(num_layers=54, head_dim=[[[256] * 5 + [512], 9]], num_kv_heads=[[[16] * 5 + [4], 9]]),
+            "Gemma-4-31B, but num_layers=54: published 60",
+            1,
+            "",
+        ),
+    ],
+)
+def test_widths_by_layer(tmp_path, capsys, changes, verdict, status, said):
+    """Each layer is compared with its own published widths."""
+    found, report = verify(capsys, written(tmp_path, **{**GEMMA4_31B, **changes}))
+    assert verdict in report["verdict"]
+    assert said in "".join(report["problems"]) and bool(report["problems"]) == bool(said)
+    assert found == status
+    if not changes:
+        assert report["tensor_parallel"]["8"] == (
+            "layers 0-4, 6-10, 12-16, 18-22, 24-28, 30-34, 36-40, 42-46, 48-52, 54-58: 4 heads and 2 kv heads a rank; "
+            "layers 5, 11, 17, 23, 29, 35, 41, 47, 53, 59: 4 heads and 1 kv heads a rank, each on 2 ranks"
+        )
+
+
+def test_a_hugging_face_model_of_several_widths_is_recognised(tmp_path, capsys):
+    """One that cannot be held for other reasons: its numbers are those of the file."""
+    config = dict(
+        model_type="gemma4_text", hidden_size=2816, num_hidden_layers=30, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=256, global_head_dim=512, num_global_key_value_heads=2,
+        intermediate_size=2112, vocab_size=262144, num_experts=128, enable_moe_block=True,
+        layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 5,
+    )  # fmt: skip
+    status, report = verify(capsys, hf(tmp_path, **config))
+    assert status == 1 and report["problems"]
+    assert "Gemma-4-26B-A4B" in report["verdict"] and report["differences"] == []
+    assert report["numbers"]["num_kv_heads"][4:7] == [8, 2, 8]
 
 
 def test_an_expected_model(tmp_path, capsys):

@@ -1,7 +1,7 @@
 """What each attention backend does with a model's head_dim: asked of the kernels themselves, nothing is built."""
 
 from dataclasses import dataclass
-from typing import List
+from typing import Dict, List
 
 import torch
 
@@ -9,6 +9,8 @@ from megatron.errors import ConfigError
 from megatron.model.attention.core import KERNELS, AttentionRequest
 from megatron.model.attention.core.flash import HEAD_DIM_MULTIPLE
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.equal_widths import by_layer_text, one_or_each
+from megatron.neox_arguments.widths import named_layers
 
 PRECISIONS = {"fp32": torch.float32, "bfloat16": torch.bfloat16}
 DEVICES = ("cpu", "cuda")
@@ -38,18 +40,27 @@ def verdicts(args: NeoXArgs) -> List[Verdict]:
 
 
 def _kernel(args: NeoXArgs, name: str, device: str, precision: str) -> Verdict:
-    reasons = []
+    reasons: Dict[str, List[int]] = {}
     for number in range(args.num_layers):
         partition = args.head_geometry(number).shard(args.model_parallel_size)
         layer = AttentionRequest.of_layer(args, number, partition, torch.device(device))
         request = AttentionRequest(**{**vars(layer), "dtype": PRECISIONS[precision]})
         reason = KERNELS[name].refusal(request)
-        if reason is not None and reason not in reasons:
-            reasons.append(reason)
-    width = args.head_geometry().head_dim
-    padded = -(-width // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
-    note = f"computed at {padded}, with {padded - width} columns of zeros" if name == "flash" and padded > width else ""
-    return Verdict(name, device, precision, not reasons, "; ".join(reasons) or note)
+        if reason is not None:
+            reasons.setdefault(reason, []).append(number)
+    notes = reasons or (_padding(args) if name == "flash" else {})
+    return Verdict(name, device, precision, not reasons, "; ".join(named_layers(notes, args.num_layers)))
+
+
+def _padding(args: NeoXArgs) -> Dict[str, List[int]]:
+    """What the flash kernel does to widths that it does not take as they are, with the layers."""
+    notes: Dict[str, List[int]] = {}
+    for geometry, numbers in args.layers_by_geometry().items():
+        width = geometry.head_dim
+        padded = -(-width // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
+        if padded > width:
+            notes.setdefault(f"computed at {padded}, with {padded - width} columns of zeros", []).extend(numbers)
+    return notes
 
 
 def _transformer_engine(args: NeoXArgs) -> Verdict:
@@ -57,5 +68,5 @@ def _transformer_engine(args: NeoXArgs) -> Verdict:
         args.update(te_mha=True, attention_config=None)
     except ConfigError as error:
         return Verdict(TE, "cuda", "bfloat16", False, "; ".join(error.problems))
-    width = args.head_geometry().head_dim
-    return Verdict(TE, "cuda", "bfloat16", True, f"kv_channels={width}; which kernel is Transformer Engine's choice")
+    widths = by_layer_text(one_or_each(args, lambda geometry: geometry.head_dim))
+    return Verdict(TE, "cuda", "bfloat16", True, f"kv_channels={widths}; which kernel is Transformer Engine's choice")

@@ -165,7 +165,8 @@ def _print(key: str, rows: List[Dict[str, Any]], options: argparse.Namespace) ->
 
 
 def _shown(name: str, value: Any) -> str:
-    return by_layer_text(value) if name in BY_LAYER else str(value)
+    """In a cell: one width a line."""
+    return by_layer_text(value).replace("), ", ")\n") if name in BY_LAYER else str(value)
 
 
 def draw(key: str, rows: List[Dict[str, Any]], path: str) -> None:

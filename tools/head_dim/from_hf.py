@@ -9,9 +9,11 @@ if no model here can be that one; every reason is named.
 import argparse
 import os
 import sys
-from typing import Any, Dict
+from typing import Any, Dict, Iterator
 
 from megatron.errors import ConfigError
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.per_layer import layers_text
 from tools.head_dim import published
 from tools.head_dim.subject import CONFIG_JSON, numbers_of, read_json
 
@@ -53,11 +55,20 @@ def yaml_text(path: str) -> str:
     numbers = numbers_of(args)
     model = published.closest(numbers)
     known = f" The geometry is that of {model.name}." if model and not published.differences(numbers, model) else ""
-    geometry = args.head_geometry()
     return (
         f"# From the config.json of a {raw['model_type']} model.{known}\n"
-        f"# {geometry.num_attention_heads} heads of {geometry.head_dim}: a query width of "
-        f"{geometry.query_hidden_size} on a residual stream of {geometry.hidden_size}.\n"
+        f"{''.join(_heads(args))}"
         f"# Its vocabulary has {config.vocab_size} rows: give padded_vocab_size where the tokenizer has fewer tokens.\n"
         f"{yaml_lines(settings)}"
     )
+
+
+def _heads(args: NeoXArgs) -> Iterator[str]:
+    """A line for each kind of layers."""
+    kinds = args.layers_by_geometry()
+    for geometry, numbers in kinds.items():
+        where = "" if len(kinds) == 1 else f"{layers_text(numbers).capitalize()}: "
+        yield (
+            f"# {where}{geometry.num_attention_heads} heads of {geometry.head_dim}: a query width of "
+            f"{geometry.query_hidden_size} on a residual stream of {geometry.hidden_size}.\n"
+        )

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
+from megatron.neox_arguments.equal_widths import by_layer_text, layers_by_value
+from megatron.neox_arguments.per_layer import layers_text
+
 DATA = Path(__file__).parent / "data" / "geometries.json"
 GEOMETRY = ("hidden_size", "num_layers", "num_attention_heads", "num_kv_heads", "head_dim", "intermediate_size")
 """The keys by which a model is recognised. intermediate_size is Hugging Face's: the width of one MLP branch."""
@@ -18,7 +21,8 @@ NEAR = 4
 
 @dataclass(frozen=True)
 class Published:
-    """One model. Widths are of all layers, or of the local ones where `global_head_dim` is given for the others.
+    """One model. head_dim and num_kv_heads are those of all layers, or of the local ones where `global_head_dim` and
+    `global_num_kv_heads` are given for the others: every `global_every`-th layer. `number` has both.
 
     attention_scale_override, sliding_window, qk_norm: in words. unverified_fields: keys without a source.
     params: None where no class builds the model.
@@ -46,14 +50,28 @@ class Published:
     notes: str
     global_head_dim: Optional[int] = None
     global_num_kv_heads: Optional[int] = None
+    global_every: Optional[int] = None
     v_head_dim: Optional[int] = None
 
     @property
     def uniform(self) -> bool:
-        """Whether all layers have the same widths, and values those of keys, so that a config here can be the model."""
+        """Whether all layers have the same widths, and values those of keys."""
+        return self.global_head_dim is None and self.can_be_held
+
+    @property
+    def can_be_held(self) -> bool:
+        """Whether a config here can have these widths: head_dim and num_kv_heads may differ from layer to layer, the
+        number of heads and the MLP's width may not, and values are as wide as keys."""
         numbers = (getattr(self, key) for key in GEOMETRY)
-        varied = self.global_head_dim is not None or self.v_head_dim not in (None, self.head_dim)
-        return not varied and all(isinstance(number, int) for number in numbers)
+        return self.v_head_dim in (None, self.head_dim) and all(isinstance(number, int) for number in numbers)
+
+    def number(self, key: str) -> Any:
+        """What the model has under a key of GEOMETRY or OTHERS: one value, or a list with one for each layer."""
+        others = {"head_dim": self.global_head_dim, "num_kv_heads": self.global_num_kv_heads}.get(key)
+        local = getattr(self, key)
+        if others is None:
+            return local
+        return [local if (layer + 1) % self.global_every else others for layer in range(self.num_layers)]
 
     @property
     def qk_norm_type(self) -> Optional[str]:
@@ -65,8 +83,11 @@ class Published:
         """What scores are multiplied by; None if the source's words say something else."""
         if self.attention_scale_override is None:
             return None if self.v_head_dim or self.global_head_dim else self.head_dim**-0.5
-        found = re.match(r"query_pre_attn_scalar=(\d+)", self.attention_scale_override)
-        return int(found.group(1)) ** -0.5 if found else None
+        found = re.match(r"(query_pre_attn_scalar=|scale )(\d+)", self.attention_scale_override)
+        if found is None:
+            return None
+        number = int(found.group(2))
+        return float(number) if found.group(1) == "scale " else number**-0.5
 
 
 _QK_NORMS = {"per-head": "per_head", "full-width": "full_width"}
@@ -88,12 +109,33 @@ def named(name: str) -> Optional[Published]:
 
 
 def differences(numbers: Mapping[str, Any], model: Published, keys: Sequence[str] = GEOMETRY) -> List[str]:
-    """One line for each key in which `numbers` are not the model's: "num_attention_heads=40: published 64"."""
-    return [
-        f"{key}={numbers[key]}: published {getattr(model, key)}"
-        for key in keys
-        if numbers.get(key) is not None and not _equal(numbers[key], getattr(model, key))
-    ]
+    """One line for each key in which `numbers` are not the model's: "num_attention_heads=40: published 64"; and where
+    they differ in some layers only, "head_dim=128 (layers 4-5): published 256"."""
+    found: List[str] = []
+    for key in keys:
+        ours, theirs = numbers.get(key), model.number(key)
+        if ours is None or _equal(ours, theirs):
+            continue
+        pairs = _by_layer(ours, theirs)
+        if pairs is None:
+            found.append(f"{key}={by_layer_text(ours)}: published {by_layer_text(theirs)}")
+        else:
+            found += [
+                f"{key}={mine} ({layers_text(layers)}): published {published}"
+                for (mine, published), layers in layers_by_value(pairs).items()
+                if not _equal(mine, published)
+            ]
+    return found
+
+
+def _by_layer(ours: Any, theirs: Any) -> Optional[List[Tuple[Any, Any]]]:
+    """Both values of each layer, if one of the two has a list and the other none or one as long."""
+    lengths = {len(value) for value in (ours, theirs) if isinstance(value, list)}
+    if len(lengths) != 1:
+        return None
+    layers = lengths.pop()
+    both = (value if isinstance(value, list) else [value] * layers for value in (ours, theirs))
+    return list(zip(*both, strict=True))
 
 
 def closest(numbers: Mapping[str, Any]) -> Optional[Published]:
@@ -103,10 +145,12 @@ def closest(numbers: Mapping[str, Any]) -> Optional[Published]:
 
 
 def _equals(numbers: Mapping[str, Any], model: Published, keys: Sequence[str]) -> int:
-    return sum(numbers.get(key) is not None and _equal(numbers[key], getattr(model, key)) for key in keys)
+    return sum(numbers.get(key) is not None and _equal(numbers[key], model.number(key)) for key in keys)
 
 
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, (int, float)) and isinstance(other, (int, float)):
         return abs(one - other) <= 1e-3 * abs(other)  # partial rotary factors are rounded
+    if isinstance(one, list) and isinstance(other, list) and len(one) != len(other):
+        return set(one) == set(other)  # num_layers is another key
     return one == other

@@ -3,14 +3,17 @@
 import argparse
 import sys
 from dataclasses import asdict
-from typing import Any, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional
 
 from rich.console import Console
 from rich.table import Table
 
 from megatron import costs
 from megatron.errors import ConfigError
+from megatron.geometry import HeadGeometry
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.equal_widths import layers_by_value, one_or_each, one_or_list
+from megatron.neox_arguments.per_layer import layers_text
 from tools.head_dim.backends import verdicts
 from tools.head_dim.devices import DEVICES, Device
 
@@ -30,19 +33,24 @@ def report_on(args: NeoXArgs, options: argparse.Namespace) -> Dict[str, Any]:
     }
 
 
+BY_LAYER: Dict[str, Callable[[HeadGeometry], Any]] = {
+    "num_kv_heads": lambda geometry: geometry.num_kv_heads,
+    "head_dim": lambda geometry: geometry.head_dim,
+    "query_width": lambda geometry: geometry.query_hidden_size,
+    "kv_width": lambda geometry: geometry.kv_hidden_size,
+    "qkv_width": lambda geometry: geometry.qkv_hidden_size,
+    "rotary_dimensions": lambda geometry: geometry.rotary_ndims,
+}
+"""What may differ from layer to layer: then there is a list in its place, with a number for each layer."""
+
+
 def _geometry(args: NeoXArgs) -> Dict[str, Any]:
-    geometry = args.head_geometry()
     return {
         "layers": args.num_layers,
-        "hidden_size": geometry.hidden_size,
-        "num_attention_heads": geometry.num_attention_heads,
-        "num_kv_heads": geometry.num_kv_heads,
-        "head_dim": geometry.head_dim,
-        "query_width": geometry.query_hidden_size,
-        "kv_width": geometry.kv_hidden_size,
-        "qkv_width": geometry.qkv_hidden_size,
-        "rotary_dimensions": geometry.rotary_ndims,
-        "softmax_scale": args.attention_scale(),
+        "hidden_size": args.hidden_size,
+        "num_attention_heads": args.num_attention_heads,
+        **{name: one_or_each(args, number) for name, number in BY_LAYER.items()},
+        "softmax_scale": one_or_list([args.attention_scale(number) for number in range(args.num_layers)]),
         "mlp_width": args.mlp_geometry().ffn_hidden_size,
         "vocabulary": args.padded_vocab_size,
         "seq_length": args.seq_length,
@@ -120,8 +128,13 @@ def tables(report: Dict[str, Any]) -> None:
     """Print the report."""
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     geometry = report["geometry"]
-    console.print(widths_drawn(geometry))
-    console.print("Geometry", _two_columns(geometry, _plain), sep="\n")
+    for layers, of_layers in widths_by_layer(geometry).items():
+        console.print(f"{layers}{widths_drawn(of_layers)}")
+    console.print()
+    same = {name: value for name, value in geometry.items() if not isinstance(value, list)}
+    console.print("Geometry", _two_columns(same, _plain), sep="\n")
+    if len(same) < len(geometry):
+        console.print("Widths by layer", _layers(geometry), sep="\n")
     total = report["parameters"]["total"]
     console.print("Parameters", _two_columns(report["parameters"], lambda n: f"{n:,}  {n / total:.1%}"), sep="\n")
     forward = report["flops"]["forward"]
@@ -155,13 +168,33 @@ def tables(report: Dict[str, Any]) -> None:
     console.print("Backends", _backends(report["backends"]), sep="\n")
 
 
+def widths_by_layer(geometry: Dict[str, Any]) -> Dict[str, Dict[str, Any]]:
+    """The section's numbers as those of one layer, for each kind of layers: "layers 0-3: " or, if all are alike, ""."""
+    varying = [name for name, value in geometry.items() if isinstance(value, list)]
+    if not varying:
+        return {"": geometry}
+    kinds = layers_by_value(list(zip(*(geometry[name] for name in varying), strict=True)))
+    return {
+        f"{layers_text(layers)}: ": {**geometry, **dict(zip(varying, kind, strict=True))}
+        for kind, layers in kinds.items()
+    }
+
+
+def _layers(geometry: Dict[str, Any]) -> Table:
+    varying = [name for name, value in geometry.items() if isinstance(value, list)]
+    table = Table("layers", *(name.replace("_", " ") for name in varying))
+    for layers, of_layers in widths_by_layer(geometry).items():
+        table.add_row(layers.rstrip(": ").split(" ", 1)[1], *(_plain(of_layers[name]) for name in varying))
+    return table
+
+
 def widths_drawn(geometry: Dict[str, Any]) -> str:
     """The way of the widths through one attention layer."""
     g = geometry
     return (
         f"residual {g['hidden_size']} -> QKV {g['qkv_width']} -> {g['num_attention_heads']} query heads x "
         f"{g['head_dim']} = {g['query_width']}, {g['num_kv_heads']} key/value heads x {g['head_dim']} = "
-        f"{g['kv_width']} -> output {g['query_width']} -> residual {g['hidden_size']}\n"
+        f"{g['kv_width']} -> output {g['query_width']} -> residual {g['hidden_size']}"
     )
 
 

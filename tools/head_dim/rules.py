@@ -3,9 +3,10 @@
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import List, NamedTuple, Tuple
+from typing import Any, Dict, List, NamedTuple, Tuple
 
 from megatron.geometry import HeadGeometry
+from megatron.neox_arguments.head_schedule import scheduled_width
 from tools.head_dim import published
 
 TASKS = ("general", "long_seq", "fine_grained")
@@ -13,6 +14,8 @@ NEAR = 2.0
 """Published models whose hidden_size is within this factor count as of the same size."""
 BF16 = 2
 """Bytes of a number."""
+EXPONENT, MULTIPLE = 0.3, 8
+"""Of the schedule by depth that an article proposes; kernels take multiples of 8."""
 
 
 @dataclass(frozen=True)
@@ -170,12 +173,27 @@ def lr_rule(question: Question) -> Rule:
 
 
 def depth_rule(question: Question) -> Rule:
-    """Widths that grow with depth."""
+    """Widths that grow with depth, by the exponent that was proposed."""
+    schedule = progressive(question.head_dim, question.num_layers)
     says = (
-        "heads that grow wider with depth, such as 64 x (layer + 1) ** 0.3, are proposed without a measurement; Gemma "
-        "4 has wider heads in its global layers. One head_dim serves all layers here"
+        f"heads that grow wider with depth are proposed without a measurement; with this width in the middle layer, "
+        f"head_dim: {schedule_text(schedule)} gives {scheduled_width(schedule, 0)} in the first layer and "
+        f"{scheduled_width(schedule, question.num_layers - 1)} in the last. Gemma 4 has wider heads in its global "
+        "layers. `plan --sweep` compares such a schedule with one width"
     )
     return Rule("depth", says, "claimed", "tools/head_dim/data/geometries.json (Gemma 4)")
+
+
+def progressive(head_dim: int, num_layers: int) -> Dict[str, Any]:
+    """The setting of widths that grow with depth to the power of EXPONENT, with `head_dim` in the middle layer."""
+    middle = (num_layers + 1) / 2
+    base = round(head_dim / middle**EXPONENT)
+    return {"schedule": "progressive", "base": base, "exponent": EXPONENT, "multiple_of": MULTIPLE}
+
+
+def schedule_text(schedule: Dict[str, Any]) -> str:
+    """As YAML writes it in one line."""
+    return f"{{{', '.join(f'{key}: {value}' for key, value in schedule.items())}}}"
 
 
 def task_rule(question: Question) -> Rule:

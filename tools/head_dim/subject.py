@@ -7,6 +7,7 @@ from typing import Any, Dict, List, Optional, Sequence
 
 from megatron.errors import CheckpointError, ConfigError, ConversionError
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.equal_widths import one_or_each, one_or_list
 from tools.head_dim import configs
 from tools.head_dim.configs import CONFIG_JSON
 
@@ -46,15 +47,16 @@ def read_subject(paths: Sequence[str]) -> Subject:
 
 
 def numbers_of(args: NeoXArgs) -> Dict[str, Any]:
-    """A model's numbers by the keys of published models. vocab_size is the padded one, None if not known yet."""
-    geometry, base = args.head_geometry(), args.rotary_emb_base
+    """A model's numbers by the keys of published models. vocab_size is the padded one, None if not known yet; head_dim
+    and num_kv_heads are lists, with a number for each layer, where layers differ."""
+    base = args.rotary_emb_base
     rotary = args.pos_emb == "rotary"
     return {
-        "hidden_size": geometry.hidden_size,
+        "hidden_size": args.hidden_size,
         "num_layers": args.num_layers,
-        "num_attention_heads": geometry.num_attention_heads,
-        "num_kv_heads": geometry.num_kv_heads,
-        "head_dim": geometry.head_dim,
+        "num_attention_heads": args.num_attention_heads,
+        "num_kv_heads": one_or_each(args, lambda geometry: geometry.num_kv_heads),
+        "head_dim": one_or_each(args, lambda geometry: geometry.head_dim),
         "intermediate_size": args.mlp_geometry().ffn_hidden_size,
         "vocab_size": args.padded_vocab_size,
         "rope_theta": (base.get("full_attention") if isinstance(base, dict) else base) if rotary else None,
@@ -95,6 +97,11 @@ def _raw_numbers(raw: Dict[str, Any]) -> Dict[str, Any]:
     numbers = {ours: text.get(theirs) for ours, theirs in keys.items()}
     if text.get("kv_lora_rank"):  # where head_dim is that of the rotated part alone
         numbers["head_dim"] = (text.get("qk_nope_head_dim") or 0) + (text.get("qk_rope_head_dim") or 0) or None
+    for key, others in (("head_dim", "global_head_dim"), ("num_kv_heads", "num_global_key_value_heads")):
+        if text.get(others):  # of the layers with full attention
+            kinds = text.get("layer_types") or []
+            each = [text[others] if kind == "full_attention" else numbers[key] for kind in kinds]
+            numbers[key] = one_or_list(each) if each else None
     return numbers
 
 
@@ -115,21 +122,25 @@ def _of_checkpoint(folder: str) -> Subject:
 
 
 def _shape_problems(reader: Any, args: NeoXArgs) -> List[str]:
-    """Where the weights of the first layer are not those of the settings."""
-    ranks = reader.model_parallel_size
-    if args.head_geometry().kv_replicas(ranks) > 1:  # each rank's file has a share of a key/value head's rows
-        return []
-    geometry = args.head_geometry().shard(ranks)
-    wanted = {
-        "attention.query_key_value.weight": (geometry.qkv_hidden_size, geometry.hidden_size),
-        "attention.dense.weight": (geometry.hidden_size, geometry.query_hidden_size),
-    }
-    found = reader.layer_shapes(2, 0)
-    return [
-        f"{name} is {tuple(found[name].shape)} on each rank; its settings make it {shape}"
-        for name, shape in wanted.items()
-        if name in found and tuple(found[name].shape) != shape
-    ]
+    """Where the weights of a layer are not those of the settings: the first layer of each geometry is looked at."""
+    from megatron.model.gpt2_model import FIRST_TRANSFORMER_LAYER
+
+    ranks, problems = reader.model_parallel_size, []
+    for whole, numbers in args.layers_by_geometry().items():
+        if whole.kv_replicas(ranks) > 1:  # each rank's file has a share of a key/value head's rows
+            continue
+        geometry = whole.shard(ranks)
+        wanted = {
+            "attention.query_key_value.weight": (geometry.qkv_hidden_size, geometry.hidden_size),
+            "attention.dense.weight": (geometry.hidden_size, geometry.query_hidden_size),
+        }
+        found = reader.layer_shapes(FIRST_TRANSFORMER_LAYER + numbers[0], 0)
+        problems += [
+            f"layer {numbers[0]}: {name} is {tuple(found[name].shape)} on each rank; its settings make it {shape}"
+            for name, shape in wanted.items()
+            if name in found and tuple(found[name].shape) != shape
+        ]
+    return problems
 
 
 def read_json(path: str) -> Dict[str, Any]:

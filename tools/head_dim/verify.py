@@ -15,6 +15,9 @@ from typing import Any, Dict, List, Optional
 
 from megatron.errors import ConfigError
 from megatron.geometry import HeadGeometry
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.equal_widths import by_layer_text, one_or_list
+from megatron.neox_arguments.widths import named_layers
 from tools.head_dim import published
 from tools.head_dim.subject import Subject, read_subject
 
@@ -79,7 +82,7 @@ def _verdict(model: Optional[published.Published], differing: List[str]) -> str:
 def _quotient_problem(subject: Subject, model: Optional[published.Published]) -> List[str]:
     """The fault this tool is there for: a head_dim that was forgotten, so that the quotient took its place."""
     width, hidden, heads = (subject.numbers.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
-    if model is None or width is None or width == model.head_dim or subject.problems:
+    if model is None or type(width) is not int or width == model.number("head_dim") or subject.problems:
         return []
     try:
         quotient = HeadGeometry.from_config(hidden, heads).head_dim
@@ -87,7 +90,8 @@ def _quotient_problem(subject: Subject, model: Optional[published.Published]) ->
         return []
     if width != quotient:
         return []
-    return [f"head_dim is {width}, the quotient of hidden_size and heads; {model.name} has {model.head_dim}: set it"]
+    published_width = by_layer_text(model.number("head_dim"))
+    return [f"head_dim is {width}, the quotient of hidden_size and heads; {model.name} has {published_width}: set it"]
 
 
 def _function_problems(subject: Subject, model: Optional[published.Published], differing: List[str]) -> List[str]:
@@ -97,10 +101,19 @@ def _function_problems(subject: Subject, model: Optional[published.Published], d
     layer, problems = subject.args.layer_attention(0), []
     if layer.qk_norm != model.qk_norm_type:
         problems.append(f"qk_norm_type is {layer.qk_norm}: {model.name} has {model.qk_norm_type} ({model.qk_norm})")
-    scale = model.softmax_scale
-    if scale is not None and abs(layer.softmax_scale - scale) > 1e-6 * scale:
-        problems.append(f"the softmax scale is {layer.softmax_scale:.6g}: {model.name} has {scale:.6g}")
+    scale, ours = model.softmax_scale, _scales(subject.args)
+    if scale is not None and any(abs(each - scale) > 1e-6 * scale for each in _all(ours)):
+        problems.append(f"the softmax scale is {by_layer_text(ours)}: {model.name} has {scale:.6g}")
     return problems
+
+
+def _scales(args: NeoXArgs) -> Any:
+    """The softmax scale, or those of all layers, rounded for print."""
+    return one_or_list([float(f"{args.attention_scale(number):.6g}") for number in range(args.num_layers)])
+
+
+def _all(one_or_each_layer: Any) -> List[Any]:
+    return one_or_each_layer if isinstance(one_or_each_layer, list) else [one_or_each_layer]
 
 
 def _backend_problems(subject: Subject) -> List[str]:
@@ -126,32 +139,44 @@ def _notes(subject: Subject, model: Optional[published.Published]) -> List[str]:
     notes = []
     if model is not None and model.unverified_fields:
         notes.append(f"of {model.name}, these have no source: {', '.join(model.unverified_fields)}")
-    if model is not None and not model.uniform:
-        notes.append(f"{model.name}'s layers differ, which no config here can hold: {model.notes}")
+    if model is not None and not model.can_be_held:
+        notes.append(f"{model.name}'s layers differ as no config here can hold them: {model.notes}")
     if model is not None and model.attention_scale_override:
         notes.append(f"{model.name}'s scores: {model.attention_scale_override}")
     if subject.args is not None:
-        geometry, scale = subject.args.head_geometry(), subject.args.attention_scale()
-        default = geometry.default_softmax_scale
-        word = "the default" if abs(scale - default) < 1e-9 else f"not head_dim ** -0.5 = {default:.6g}"
-        notes.append(f"softmax scale {scale:.6g}, {word}")
+        notes.append(_scale_note(subject.args))
     return notes
+
+
+def _scale_note(args: NeoXArgs) -> str:
+    scales = [args.attention_scale(number) for number in range(args.num_layers)]
+    defaults = [args.head_geometry(number).default_softmax_scale for number in range(args.num_layers)]
+    usual = all(abs(scale - default) < 1e-9 for scale, default in zip(scales, defaults, strict=True))
+    rounded = by_layer_text(one_or_list([float(f"{default:.6g}") for default in defaults]))
+    word = "the default" if usual else f"not head_dim ** -0.5 = {rounded}"
+    return f"softmax scale {by_layer_text(_scales(args))}, {word}"
 
 
 def _splits(subject: Subject) -> Dict[str, str]:
     """By tensor-parallel size: heads of a rank, or why it does not work."""
     if subject.args is None:
         return {}
-    geometry, result = subject.args.head_geometry(), {}
+    result = {}
     for size in TP_SIZES:
-        problems = geometry.shard_problems(size)
-        if problems:
-            result[str(size)] = "; ".join(problems)
-        else:
-            part, shared = geometry.shard(size), geometry.kv_replicas(size)
-            word = f", each on {shared} ranks" if shared > 1 else ""
-            result[str(size)] = f"{part.num_attention_heads} heads and {part.num_kv_heads} kv heads a rank{word}"
+        texts: Dict[str, List[int]] = {}
+        for geometry, numbers in subject.args.layers_by_geometry().items():
+            texts.setdefault(_split(geometry, size), []).extend(numbers)
+        result[str(size)] = "; ".join(named_layers(texts, subject.args.num_layers))
     return result
+
+
+def _split(geometry: HeadGeometry, size: int) -> str:
+    problems = geometry.shard_problems(size)
+    if problems:
+        return "; ".join(problems)
+    part, shared = geometry.shard(size), geometry.kv_replicas(size)
+    word = f", each on {shared} ranks" if shared > 1 else ""
+    return f"{part.num_attention_heads} heads and {part.num_kv_heads} kv heads a rank{word}"
 
 
 def _without_padding(lines: List[str], subject: Subject, model: Optional[published.Published]) -> List[str]:
@@ -162,7 +187,9 @@ def _without_padding(lines: List[str], subject: Subject, model: Optional[publish
 
 
 def _lines(report: Dict[str, Any]) -> List[str]:
-    numbers = ", ".join(f"{key} {value}" for key, value in report["numbers"].items() if value is not None)
+    numbers = ", ".join(
+        f"{key} {by_layer_text(value)}" for key, value in report["numbers"].items() if value is not None
+    )
     lines = [f"{report['subject']} ({report['kind']}): {report['verdict']}", f"  {numbers}"]
     lines += [f"  problem: {problem}" for problem in report["problems"]]
     lines += [f"  also differs: {line}" for line in report["other_differences"]]

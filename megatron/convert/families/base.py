@@ -8,6 +8,7 @@ from megatron.convert.rules import Rule
 from megatron.errors import ConfigError, ConversionError
 from megatron.geometry import HeadGeometry
 from megatron.neox_arguments.fields import defaults
+from megatron.neox_arguments.widths import PER_LAYER, described, is_per_layer
 
 __all__ = [
     "COMMON",
@@ -125,12 +126,14 @@ class Family:
 
     model_type, architecture: as in config.json. fixed: our settings that every model of the family has.
     expressed: further settings of ours that its config can say. All others must be at GPT-NeoX's defaults.
+    by_layer: whether its config can say head_dim and num_kv_heads by layer.
     """
 
     model_type: str
     architecture: str
     fixed: Mapping[str, Any] = {}
     expressed: FrozenSet[str] = frozenset()
+    by_layer: bool = False
 
     def settings(self, config: Any) -> Dict[str, Any]:
         """A transformers config object of this type -> our settings, `fixed` included.
@@ -152,7 +155,9 @@ class Family:
 
     def refusals(self, neox_args) -> List[str]:
         """Why this family cannot hold the model, as setting=value and the reason; empty if it can."""
-        return self._unexpressed(neox_args) + self.further_refusals(neox_args)
+        widths = [] if self.by_layer else width_refusals(self.architecture, neox_args)
+        # The rest asks for the one geometry of the model.
+        return [*widths, *self._unexpressed(neox_args), *([] if widths else self.further_refusals(neox_args))]
 
     def further_refusals(self, neox_args) -> List[str]:
         """What the comparison of settings cannot see: values that are expressed, but not all of them."""
@@ -169,6 +174,24 @@ class Family:
             if value != wanted and not _is_unused(name, neox_args) and not _is_neutral(name, neox_args):
                 problems.append(f"{name}={value}: a {self.architecture} has {name}={wanted}")
         return problems
+
+
+def width_refusals(architecture: str, neox_args) -> List[str]:
+    """What a class with one head_dim says of layers that differ: which do, and where they can go."""
+    found = neox_args.layers_by_geometry()
+    if len(found) == 1:
+        return []
+    given = {name: getattr(neox_args, name) for name in PER_LAYER}
+    settings = ", ".join(f"{name}={value}" for name, value in given.items() if is_per_layer(value))
+    return [f"{settings}: {described(found)}; a {architecture} has the same heads in all layers{families_by_layer()}"]
+
+
+def families_by_layer() -> str:
+    """A hint at the families whose layers may differ, to follow a reason; empty if there are none."""
+    from megatron.convert.families import FAMILIES
+
+    names = [name for name, family in FAMILIES.items() if family.by_layer]
+    return f"; {' and '.join(names)} can have heads of several widths" if names else ""
 
 
 _ONLY_WITH = {
@@ -190,7 +213,9 @@ def _is_unused(name: str, neox_args) -> bool:
 
 
 _NEUTRAL = {
-    "softmax_scale": lambda args: args.softmax_scale == args.head_geometry().default_softmax_scale,
+    "softmax_scale": lambda args: all(
+        args.softmax_scale == geometry.default_softmax_scale for geometry in args.layers_by_geometry()
+    ),
     "embedding_multiplier": lambda args: args.embedding_multiplier == 1,
     "no_rope_layers": lambda args: all(args.no_rope_layers),
     "use_qk_layernorm": lambda args: args.qk_norm_type == "joint",  # said by qk_norm_type already

@@ -3,6 +3,7 @@
 from typing import Any, Dict, List, Mapping
 
 from megatron.convert.families import FAMILIES
+from megatron.convert.families.base import families_by_layer
 from megatron.errors import ConfigError, ConversionError
 from megatron.geometry import HeadGeometry
 
@@ -58,18 +59,26 @@ def config_problems(raw: Mapping[str, Any]) -> List[str]:
         (_PARTS, "this model has parts beside a language model; save the language model by itself and import that"),
         (_LATENT, "multi-head latent attention is not built"),
         (_EXPERTS, "mixture of experts is not built; import a dense model"),
-        (_OTHER_WIDTHS, "all layers have the same heads here; widths that differ by layer are not built"),
         (("quantization_config",), "the weights are quantised; import the model that they were made from"),
     ):
         problems += [f"{_shown(key, present[key])}: {what}" for key in keys if key in present]
     if isinstance(raw.get("v_head_dim"), int) and raw["v_head_dim"] != raw.get("head_dim"):
         problems.append(f"v_head_dim={raw['v_head_dim']}: values have the width of keys here, head_dim")
-    problems += [
-        f"{key}={raw[key]}: all layers have the same widths here; a list of widths by layer is not built"
-        for key in _BY_LAYER
-        if isinstance(raw.get(key), (list, dict))
+    return problems + _widths_by_layer(present)
+
+
+def _widths_by_layer(present: Mapping[str, Any]) -> List[str]:
+    """Heads of several widths, in a class that does not have them here; a family that does reads its keys itself."""
+    family = FAMILIES.get(present.get("model_type"))
+    if family is not None and family.by_layer:
+        return []
+    keys = [key for key in _OTHER_WIDTHS if key in present]
+    keys += [key for key in _BY_LAYER if isinstance(present.get(key), (list, dict))]
+    return [
+        f"{key if isinstance(present[key], dict) else f'{key}={present[key]}'}: the layers of a "
+        f"{present.get('model_type')} have the same widths here{families_by_layer()}"
+        for key in keys
     ]
-    return problems
 
 
 def _kind(raw: Mapping[str, Any]) -> List[str]:
