@@ -223,3 +223,18 @@ def test_attn_logit_softcap_reaches_the_kernel(kind):
     assert_close(got, wanted.transpose(0, 1), FORWARD)
     uncapped = core_reference(q, k, v, 0.9)
     assert (got - uncapped).abs().max() > 0.1, "the cap acts"
+
+
+def test_each_layer_is_asked_for_its_own_width(without_package):
+    """By default the wide layers fall back, with a word about it; an explicit choice names the layer."""
+    widths = dict(hidden_size=64, num_attention_heads=2, head_dim=[[64, 2], [264, 1]])
+    args = tiny_args(**widths, num_layers=3, precision="bfloat16")
+    cuda = torch.device("cuda")
+    requests = [AttentionRequest.of_layer(args, number, args.head_geometry(number), cuda) for number in range(3)]
+    assert [select_kernel("auto", request) for request in requests] == [flash, flash, chunked]
+    assert select_kernel("flash", requests[1]) is flash
+    with pytest.raises(BackendError, match="attention_config=flash cannot run layer 2: head_dim=264"):
+        select_kernel("flash", requests[2])
+    uniform = tiny_args(**{**widths, "head_dim": [[264, 3]]}, num_layers=3)
+    with pytest.raises(BackendError, match="cannot run this model: "):
+        select_kernel("flash", AttentionRequest.of_layer(uniform, 2, uniform.head_geometry(2), cuda))
