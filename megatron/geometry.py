@@ -3,7 +3,8 @@
 `HeadGeometry` is built once from the config and handed to everything that needs a width: projections, rotary
 tables, KV caches, converters, cost estimates and checks. Nothing else divides `hidden_size` by a head count.
 
-Letters: h hidden_size, n query heads, m key/value heads, d head_dim, r rotary_ndims.
+Letters: h hidden_size, n query heads, m key/value heads, d head_dim, r rotary_ndims. Where keys are values too,
+(n + m)·d stands for every (n + 2m)·d.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -35,6 +36,8 @@ class HeadGeometry:
     num_kv_heads: int
     head_dim: int
     rotary_ndims: int = 0
+    shared_key_value: bool = False
+    """Keys and values are one projection (Gemma 4): no rows for values."""
 
     @classmethod
     def from_config(
@@ -44,6 +47,7 @@ class HeadGeometry:
         num_kv_heads: Optional[int] = None,
         head_dim: Optional[int] = None,
         rotary_pct: Optional[float] = None,
+        shared_key_value: bool = False,
     ) -> "HeadGeometry":
         """Build the geometry a config asks for.
 
@@ -81,7 +85,7 @@ class HeadGeometry:
             )
         if problems:
             raise ConfigError(problems)
-        return cls(hidden_size, num_attention_heads, kv_heads, width, rotary_ndims)
+        return cls(hidden_size, num_attention_heads, kv_heads, width, rotary_ndims, shared_key_value)
 
     @property
     def query_hidden_size(self) -> int:
@@ -94,9 +98,19 @@ class HeadGeometry:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def kv_parts(self) -> int:
+        """Projections to key/value heads: keys and values, or one for both."""
+        return 1 if self.shared_key_value else 2
+
+    @property
+    def qkv_parts(self) -> List[int]:
+        """Rows for q, k and v (for q and k where keys are values too) in the fused QKV weight."""
+        return [self.query_hidden_size] + [self.kv_hidden_size] * self.kv_parts
+
+    @property
     def qkv_hidden_size(self) -> int:
         """(n + 2m)·d: rows of the fused QKV weight."""
-        return self.query_hidden_size + 2 * self.kv_hidden_size
+        return sum(self.qkv_parts)
 
     @property
     def queries_per_kv(self) -> int:
@@ -171,8 +185,14 @@ class HeadGeometry:
             raise ConfigError(problems)
 
     def stamp(self) -> Dict[str, Any]:
-        """The record written beside a checkpoint, because shapes cannot tell 8 x 16 from 4 x 32."""
-        return {"version": STAMP_VERSION, **asdict(self)}
+        """The record written beside a checkpoint, because shapes cannot tell 8 x 16 from 4 x 32.
+
+        shared_key_value is in it only if it is true: older readers know no such key.
+        """
+        numbers = asdict(self)
+        if not self.shared_key_value:
+            del numbers["shared_key_value"]
+        return {"version": STAMP_VERSION, **numbers}
 
     @classmethod
     def from_stamp(cls, stamp: Dict[str, Any]) -> "HeadGeometry":

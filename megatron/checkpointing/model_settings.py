@@ -24,7 +24,7 @@ FUNCTION_SETTINGS = frozenset(
     apply_query_key_layer_scaling attention_softmax_in_fp32 gpt_j_residual gpt_j_tied use_bias_in_attn_linear
     use_bias_in_mlp qk_norm_type layer_types no_rope_layers rope_scaling rotary_denominator_scale attn_logit_softcap
     final_logit_softcap zero_centered_gamma norm_placement embedding_multiplier add_qkv_bias use_bias_in_output_layer
-    te_mha te_layernorm_mlp output_layer_parallelism lora
+    te_mha te_layernorm_mlp output_layer_parallelism lora v_norm shared_key_value layer_scalar
     make_vocab_size_divisible_by tokenizer_type
     """.split()
 )

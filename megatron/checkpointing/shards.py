@@ -27,7 +27,7 @@ _ROW_BIAS = re.compile(r"(attention\.(dense|proj)|mlp\.linear2)\.bias|mlp\.fc2_b
 _REPLICATED = re.compile(
     r"(input_layernorm|post_attention_layernorm|attention_output_layernorm|mlp_output_layernorm|norm)"
     r"(\.norm)?\.(weight|bias|scale|g)|attention\.qk_layernorm\.g"
-    r"|position_embeddings\.(weight|inv_freq)|attention\.rotary_emb\.inv_freq"
+    r"|layer_scalar|position_embeddings\.(weight|inv_freq)|attention\.rotary_emb\.inv_freq"
     r"|mlp\.layer_norm_(weight|bias)|(.*\.)?_extra_state"
 )
 _ADAPTER = re.compile(r"(.+)\.lora\.([AB])")

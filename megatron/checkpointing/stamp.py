@@ -146,9 +146,9 @@ def _layer_problems(saved: dict, wanted: dict) -> List[str]:
 
 def _differences(saved: dict, wanted: dict) -> List[str]:
     return [
-        f"{key}: {saved.get(key)} in the checkpoint, {wanted[key]} in the config"
-        for key in wanted
-        if saved.get(key) != wanted[key]
+        f"{key}: {saved.get(key)} in the checkpoint, {wanted.get(key)} in the config"
+        for key in {**wanted, **saved}
+        if saved.get(key) != wanted.get(key)
     ]
 
 
@@ -158,7 +158,8 @@ def _yaml_problems(neox_args, folder: str) -> List[str]:
         return []
     ours = {"num_layers": neox_args.num_layers, "pos_emb": neox_args.pos_emb}
     absent = {"num_kv_heads": None, "head_dim": None, "rotary_pct": 1.0, _STRETCH: None}
-    theirs = SimpleNamespace(**{**absent, **ours, **settings})
+    # Models with a shared_key_value have a stamp.
+    theirs = SimpleNamespace(**{**absent, **ours, **settings, "shared_key_value": False})
     try:
         layers_by_geometry(theirs)
     except ConfigError as error:

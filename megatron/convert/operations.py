@@ -32,7 +32,10 @@ class Operation:
 
 
 class FuseQKV(Operation):
-    """q [n·d, ...], k and v [m·d, ...] <-> query_key_value [(n + 2m)·d, ...] in the layout of the geometry."""
+    """q [n·d, ...], k and v [m·d, ...] <-> query_key_value [(n + 2m)·d, ...] in the layout of the geometry.
+
+    Without v where keys are values too.
+    """
 
     def merge(self, tensors: Sequence[torch.Tensor], widths: LayerWidths) -> torch.Tensor:
         stacked = stack_rows(tensors)
@@ -43,7 +46,7 @@ class FuseQKV(Operation):
         geometry = widths.geometry
         order = _rows_of_fused(geometry)
         stacked = whole if _is_sorted(order) else whole.index_select(0, order.argsort().to(whole.device))
-        return list(stacked.split([geometry.query_hidden_size, geometry.kv_hidden_size, geometry.kv_hidden_size]))
+        return list(stacked.split(geometry.qkv_parts))
 
 
 class Stack(Operation):
@@ -103,9 +106,9 @@ def stack_rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 @lru_cache(maxsize=8)
 def _rows_of_fused(geometry: HeadGeometry) -> torch.Tensor:
     """Where in [q; k; v] each row of the fused parameter comes from, as the model itself packs heads."""
-    widths = [geometry.query_hidden_size, geometry.kv_hidden_size, geometry.kv_hidden_size]
-    heads = (rows.unflatten(0, (-1, geometry.head_dim)) for rows in torch.arange(sum(widths)).split(widths))
-    return pack_qkv(*heads, geometry.qkv_layout)
+    rows = torch.arange(geometry.qkv_hidden_size).split(geometry.qkv_parts)
+    q, *kv = (part.unflatten(0, (-1, geometry.head_dim)) for part in rows)
+    return pack_qkv(q, kv[0], kv[-1], geometry.qkv_layout)
 
 
 def _is_sorted(order: torch.Tensor) -> bool:

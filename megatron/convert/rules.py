@@ -1,6 +1,6 @@
 """The lines of a weight table, and the table of one model written out."""
 
-from typing import Dict, Iterable, List, NamedTuple, Tuple, Union
+from typing import Dict, Iterable, List, NamedTuple, Optional, Tuple, Union
 
 from megatron.convert.operations import COPY, Operation
 from megatron.convert.widths import LayerWidths
@@ -14,7 +14,8 @@ class Rule(NamedTuple):
     """One of our parameters and the tensors of theirs that it is made of.
 
     part: EMBEDDING, LAYER, NORM or HEAD. ours: its name inside that layer. theirs: full names with {i} for the number
-    of the transformer layer. shapes: of theirs, in the letters of LayerWidths.shape.
+    of the transformer layer. shapes: of theirs, in the letters of LayerWidths.shape. layers: the numbers of the
+    transformer layers that have it, None for all.
     """
 
     part: str
@@ -22,6 +23,7 @@ class Rule(NamedTuple):
     theirs: Union[str, Tuple[str, ...]]
     shapes: Union[str, Tuple[str, ...]]
     operation: Operation = COPY
+    layers: Optional[Tuple[int, ...]] = None
 
 
 class Line(NamedTuple):
@@ -48,7 +50,8 @@ def write_out(rules: Iterable[Rule], neox_args, vocabulary: int) -> List[Line]:
     lines = [_line(rule, 0, outside) for rule in rules if rule.part == EMBEDDING]
     for number in range(layers):
         widths = LayerWidths.of_layer(neox_args, vocabulary, number)
-        lines += [_line(rule, FIRST_TRANSFORMER_LAYER + number, widths, number) for rule in rules if rule.part == LAYER]
+        here = [rule for rule in rules if rule.part == LAYER and (rule.layers is None or number in rule.layers)]
+        lines += [_line(rule, FIRST_TRANSFORMER_LAYER + number, widths, number) for rule in here]
     for part in (NORM, HEAD):
         lines += [_line(rule, index[part], outside) for rule in rules if rule.part == part]
     return lines

@@ -171,14 +171,16 @@ def _layer(layer: ParallelTransformerLayer, x: torch.Tensor, cache: LayerKVCache
     attended = _attention(layer.attention, attention_input, cache, place)
     if layer.gpt_j_residual:
         mlp_input = attention_input if layer.gpt_j_tied else _normed(layer.post_attention_layernorm, x)
-        return x + (attended + _mlp(layer.mlp, mlp_input))
+        return layer.scaled(x + (attended + _mlp(layer.mlp, mlp_input)))
     x = x + _normed(layer.attention_output_layernorm, attended)
-    return x + _normed(layer.mlp_output_layernorm, _mlp(layer.mlp, _normed(layer.post_attention_layernorm, x)))
+    x = x + _normed(layer.mlp_output_layernorm, _mlp(layer.mlp, _normed(layer.post_attention_layernorm, x)))
+    return layer.scaled(x)
 
 
 def _attention(attention, x: torch.Tensor, cache: LayerKVCache, place: Place) -> torch.Tensor:
     mixed = _linear(attention.query_key_value, x)  # [1, b, (n + 2m)·d]
     q, k, v = split_qkv(mixed, attention.partition, attention.geometry.qkv_layout)
+    v = _normed(attention.v_norm, v)
     q, k = _turned(*_qk_normed(attention, q, k), place)
     k, v = cache.put(k, v, place.slot, place.seen.shape[0])  # [t, b, m, d]
     function = attention.function

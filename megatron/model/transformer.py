@@ -37,6 +37,8 @@ class ParallelTransformerLayer(nn.Module):
               and the residual sum: y = x + norm(attention(x)) (OLMo 2, arXiv:2501.00656, section 3.2)
     sandwich: all four (Gemma 2, arXiv:2408.00118, section 2)
 
+    layer_scalar: the sum is multiplied by one number, a buffer [1] that is not trained (Gemma 4).
+
     layer_number is 0-based. Biases are optional in each part, and hidden dropout acts with or without them.
 
     Under gpt_j_residual each rank adds its own copy of the two row-parallel biases before the reduction, so the bias
@@ -79,6 +81,8 @@ class ParallelTransformerLayer(nn.Module):
             parallel_output=self.gpt_j_residual,
         )
         self.mlp_output_layernorm = norm() if norms_outputs else None
+        scalar = torch.ones(1, dtype=neox_args.params_dtype) if neox_args.layer_scalar else None
+        self.register_buffer("layer_scalar", scalar)
         add_adapters(self, neox_args)
         if wants_compile(neox_args):
             compile_pieces(self)
@@ -86,9 +90,12 @@ class ParallelTransformerLayer(nn.Module):
     def forward(self, hidden_states: torch.Tensor, kv_cache: Optional[LayerKVCache] = None) -> torch.Tensor:
         """hidden_states [s, b, h] -> [s, b, h]; with a cache, s new tokens behind the cached ones."""
         with self.fp8_context():
-            if self.gpt_j_residual:
-                return self._parallel_residual(hidden_states, kv_cache)
-            return self._normal_residual(hidden_states, kv_cache)
+            residual = self._parallel_residual if self.gpt_j_residual else self._normal_residual
+            return self.scaled(residual(hidden_states, kv_cache))
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        """The layer's output, with layer_scalar."""
+        return x if self.layer_scalar is None else x * self.layer_scalar
 
     def _normal_residual(self, x: torch.Tensor, kv_cache: Optional[LayerKVCache]) -> torch.Tensor:
         branch = self.attention(_normed(self.input_layernorm, x), kv_cache)

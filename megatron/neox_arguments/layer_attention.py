@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 from typing import Any, Optional
 
+from megatron.neox_arguments.layer_types import is_by_layer_type, of_layer_type
 from megatron.neox_arguments.rope_scaling import RopeScaling, parse_rope_scaling
 from megatron.neox_arguments.widths import head_geometry
-
-LAYER_TYPES = ("full_attention", "sliding_attention")
-"""Hugging Face's names."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +32,7 @@ class LayerAttention:
     logit_softcap: Optional[float] = None
     rotary: Optional[RotarySettings] = None
     qk_norm: Optional[str] = None
+    v_norm: bool = False
 
 
 def layer_attention(args: Any, layer_number: int = 0) -> LayerAttention:
@@ -50,22 +49,13 @@ def layer_attention(args: Any, layer_number: int = 0) -> LayerAttention:
         logit_softcap=args.attn_logit_softcap,
         rotary=_rotary(args, geometry.rotary_ndims, layer_type) if has_rotary(args, layer_number) else None,
         qk_norm=args.qk_norm_type or ("joint" if args.use_qk_layernorm else None),
+        v_norm=args.v_norm,
     )
 
 
 def has_rotary(args: Any, layer_number: int) -> bool:
     """Whether queries and keys of a layer are rotated by their positions."""
     return args.pos_emb == "rotary" and (args.no_rope_layers is None or bool(args.no_rope_layers[layer_number]))
-
-
-def is_by_layer_type(value: Any) -> bool:
-    """A mapping from layer types to a setting, in place of the setting itself."""
-    return isinstance(value, dict) and bool(value) and set(value) <= set(LAYER_TYPES)
-
-
-def of_layer_type(value: Any, layer_type: str) -> Any:
-    """The setting of one layer type; a setting that is not by layer type holds for all. None if there is none."""
-    return value.get(layer_type) if is_by_layer_type(value) else value
 
 
 def rope_scaling_of_layer_type(args: Any, ndims: int, layer_type: str) -> Optional[RopeScaling]:

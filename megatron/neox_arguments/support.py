@@ -40,7 +40,7 @@ HONOURED = frozenset(
     qk_norm_type layer_types no_rope_layers rope_scaling rotary_denominator_scale attn_logit_softcap
     final_logit_softcap zero_centered_gamma lora fused_loss_chunk norm_placement embedding_multiplier add_qkv_bias
     use_bias_in_output_layer te_mha te_columnparallel te_rowparallel te_layernorm_mlp te_fp8_format te_fp8_wgrad
-    te_fp8_amax_history_len te_fp8_amax_compute_algo te_fp8_margin te_fp8_mha
+    te_fp8_amax_history_len te_fp8_amax_compute_algo te_fp8_margin te_fp8_mha v_norm shared_key_value layer_scalar
     """.split()
     # Parallelism and activation checkpointing.
     + """

@@ -3,7 +3,8 @@
 from typing import Any, Dict, Iterable, Iterator, List, Tuple
 
 from megatron.errors import ConfigError
-from megatron.neox_arguments.layer_attention import LAYER_TYPES, is_by_layer_type, rope_scaling_of_layer_type
+from megatron.neox_arguments.layer_attention import rope_scaling_of_layer_type
+from megatron.neox_arguments.layer_types import LAYER_TYPES, is_by_layer_type
 from megatron.neox_arguments.per_layer import MAX_LAYERS, count_problem
 from megatron.neox_arguments.support import ATTENTION_KINDS, BUILT_ATTENTION_KINDS
 from megatron.neox_arguments.widths import is_per_layer, layers_by_geometry, mlp_geometry, named_layers
@@ -241,6 +242,16 @@ def _fused_loss(settings: Any) -> Iterator[str]:
         )
 
 
+def _shared_key_value(settings: Any) -> Iterator[str]:
+    value = settings.shared_key_value
+    if isinstance(value, dict) and not (is_by_layer_type(value) and all(type(each) is bool for each in value.values())):
+        yield f"shared_key_value={value} must be true or false, or map {' and '.join(LAYER_TYPES)} to true or false"
+    elif is_by_layer_type(value):
+        unused = [layer_type for layer_type in value if layer_type not in settings.layer_types]
+        if unused:
+            yield f"shared_key_value={value}: no layer is of type {unused[0]}; remove that"
+
+
 def _qk_norm(settings: Any) -> Iterator[str]:
     if settings.use_qk_layernorm and settings.qk_norm_type not in (None, "joint"):
         yield (
@@ -267,4 +278,5 @@ CHECKS = (
     _blocks,
     _fused_loss,
     _qk_norm,
+    _shared_key_value,
 )

@@ -35,6 +35,8 @@ _ATTENTION_REFUSALS = (
     ("pos_emb", "adds no bias to the scores here, which alibi and rpe need"),
     ("use_qk_layernorm", "has no norm on queries and keys"),
     ("qk_norm_type", "has no norm on queries and keys"),
+    ("v_norm", "has no norm on values"),
+    ("shared_key_value", "has projections of keys and of values"),
     ("apply_query_key_layer_scaling", "does the softmax in fp32 and needs no smaller scores"),
     ("log_head_diagnostics", "does not show its queries and keys"),
     ("rotary_save_freqs_buffer", "keeps no buffer of rotary frequencies"),

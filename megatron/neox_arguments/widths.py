@@ -5,6 +5,7 @@ from typing import Any, Dict, List, Tuple
 from megatron.errors import ConfigError
 from megatron.geometry import HeadGeometry, MLPGeometry
 from megatron.neox_arguments.head_schedule import schedule_problems, scheduled_width
+from megatron.neox_arguments.layer_types import of_layer_type
 from megatron.neox_arguments.per_layer import count_problem, expand, layers_text, number_of_layers
 
 GATED_ACTIVATIONS = ("geglu", "geglu_tanh", "reglu", "swiglu", "bilinear", "glu")
@@ -19,7 +20,8 @@ def head_geometry(args: Any, layer_number: int = 0) -> HeadGeometry:
 
     Raises ConfigError if the numbers do not fit together.
     """
-    return _geometry(args, *(_of_layer(args, name, layer_number) for name in PER_LAYER))
+    widths = (_of_layer(args, name, layer_number) for name in PER_LAYER)
+    return _geometry(args, *widths, _shares_key_value(args, layer_number))
 
 
 def layers_by_geometry(args: Any) -> Dict[HeadGeometry, List[int]]:
@@ -63,7 +65,8 @@ def only_head_geometry(args: Any) -> HeadGeometry:
 def described(found: Dict[HeadGeometry, List[int]]) -> str:
     """layers_by_geometry in words: "head_dim 64 with 4 kv heads in layers 0-3, head_dim 128 with ..."."""
     return ", ".join(
-        f"head_dim {geometry.head_dim} with {geometry.num_kv_heads} kv heads in {layers_text(numbers)}"
+        f"head_dim {geometry.head_dim} with {geometry.num_kv_heads} kv heads"
+        f"{' whose keys are values too' if geometry.shared_key_value else ''} in {layers_text(numbers)}"
         for geometry, numbers in found.items()
     )
 
@@ -73,14 +76,23 @@ def is_per_layer(value: Any) -> bool:
     return isinstance(value, (list, dict))
 
 
-def _geometry(args: Any, head_dim: Any, num_kv_heads: Any) -> HeadGeometry:
+def _geometry(args: Any, head_dim: Any, num_kv_heads: Any, shared_key_value: bool) -> HeadGeometry:
     return HeadGeometry.from_config(
         hidden_size=args.hidden_size,
         num_attention_heads=args.num_attention_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rotary_pct=args.rotary_pct if args.pos_emb == "rotary" else None,
+        shared_key_value=shared_key_value,
     )
+
+
+def _shares_key_value(args: Any, number: int) -> bool:
+    """For all layers or by layer type. What is no layer type, or too short a list of them, is found by other checks."""
+    value = args.shared_key_value
+    if not isinstance(value, dict):
+        return value
+    return number < len(args.layer_types) and bool(of_layer_type(value, args.layer_types[number]))
 
 
 def _of_layer(args: Any, name: str, number: int) -> Any:
@@ -89,7 +101,7 @@ def _of_layer(args: Any, name: str, number: int) -> Any:
 
 
 def _layers_by_widths(args: Any) -> Dict[Tuple[Any, ...], List[int]]:
-    """(head_dim, num_kv_heads) of the layers, as configured. Raises ConfigError if a list or schedule is faulty."""
+    """(head_dim, num_kv_heads, shared_key_value) of the layers. Raises ConfigError if a list or schedule is faulty."""
     columns, problems, layers = [], [], number_of_layers(args.num_layers or 1)
     for name in PER_LAYER:
         value = getattr(args, name)
@@ -99,6 +111,7 @@ def _layers_by_widths(args: Any) -> Dict[Tuple[Any, ...], List[int]]:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
+    columns.append([_shares_key_value(args, number) for number in range(layers)])
     found: Dict[Tuple[Any, ...], List[int]] = {}
     for number, widths in enumerate(zip(*columns, strict=True)):
         found.setdefault(widths, []).append(number)

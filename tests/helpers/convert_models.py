@@ -72,12 +72,20 @@ def hf_model(config: transformers.PreTrainedConfig, zero_centered: bool = False)
                 parameter.copy_(noise * 0.5)
             else:
                 parameter.copy_(noise * 1.5 * parameter.shape[-1] ** -0.5)
+        for buffer in _kept_buffers(hf).values():
+            buffer.copy_(0.7 + 0.6 * torch.rand(buffer.shape, generator=generator))
     return hf
 
 
 def hf_tensors(hf: nn.Module) -> Tensors:
     """What a checkpoint of it holds: a tied output layer is not in it."""
-    return {name: parameter.detach() for name, parameter in hf.named_parameters()}
+    return {name: parameter.detach() for name, parameter in hf.named_parameters()} | _kept_buffers(hf)
+
+
+def _kept_buffers(hf: nn.Module) -> Tensors:
+    """Numbers that are not trained and are in files, e.g. Gemma 4's layer_scalar."""
+    kept = hf.state_dict()
+    return {name: buffer for name, buffer in hf.named_buffers() if name in kept}
 
 
 def our_args(family: Family, config: transformers.PreTrainedConfig, **changes: Any) -> NeoXArgs:
@@ -178,7 +186,7 @@ def check_family(config: transformers.PreTrainedConfig, zero_centered: bool = Fa
 
 def _head_dim_of(config: transformers.PreTrainedConfig, args: NeoXArgs) -> Dict[str, Any]:
     """The one key that an export may add: the width that the class left to a quotient."""
-    if getattr(config, "head_dim", None) is not None:
+    if config.to_dict().get("head_dim") is not None:
         return {}
     return {"head_dim": config.hidden_size // config.num_attention_heads}
 

@@ -4,6 +4,7 @@ from typing import Dict
 
 from megatron.convert.families.base import Family
 from megatron.convert.families.gemma import Gemma, Gemma2, Gemma3Text
+from megatron.convert.families.gemma4 import Gemma4Text
 from megatron.convert.families.gpt_neox import GPTNeoX
 from megatron.convert.families.granite import Granite
 from megatron.convert.families.llama import Llama
@@ -28,6 +29,7 @@ FAMILIES: Dict[str, Family] = {
         Gemma(),
         Gemma2(),
         Gemma3Text(),
+        Gemma4Text(),
         Olmo2(),
         Phi(),
         GPTNeoX(),

@@ -83,7 +83,7 @@ def common_config(family: "Family", neox_args, vocabulary: int) -> Dict[str, Any
 
     The special tokens are null, which says unknown: left out, they would be the class's, perhaps beyond the vocabulary.
     """
-    geometry, mlp = neox_args.head_geometry(), neox_args.mlp_geometry()
+    geometry, mlp = neox_args.head_geometry(0), neox_args.mlp_geometry()
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,

@@ -17,7 +17,7 @@ from megatron.convert.families.llama import ATTENTION, LlamaLike, attention_rule
 from megatron.convert.families.rope import rope_config, rope_settings, rotary_problems, whole_rotation_problems
 from megatron.convert.families.windows import window_problems, window_settings
 from megatron.convert.rules import LAYER, Rule
-from megatron.neox_arguments.layer_attention import LAYER_TYPES, is_by_layer_type
+from megatron.neox_arguments.layer_types import LAYER_TYPES, is_by_layer_type
 
 LAYER_NORMS = {
     "input_layernorm": "input_layernorm",

@@ -103,17 +103,34 @@ def pre_norm_rules() -> List[Rule]:
 
 
 def attention_rules(neox_args) -> List[Rule]:
-    """Three projections fused into one, the output projection, and the biases that the model has."""
-    weights = tuple(f"{name}.weight" for name in QKV_NAMES)
-    rules = [
-        Rule(LAYER, "attention.query_key_value.weight", weights, ("nd h", "md h", "md h"), QKV),
-        Rule(LAYER, "attention.dense.weight", f"{ATTENTION}o_proj.weight", "h nd"),
-    ]
-    if neox_args.qkv_has_bias:
-        biases = tuple(f"{name}.bias" for name in QKV_NAMES)
-        rules.append(Rule(LAYER, "attention.query_key_value.bias", biases, ("nd", "md", "md"), QKV))
+    """The projections fused into one, the output projection, and the biases that the model has."""
+    rules = qkv_rules(neox_args)
+    rules.append(Rule(LAYER, "attention.dense.weight", f"{ATTENTION}o_proj.weight", "h nd"))
     if neox_args.use_bias_in_attn_linear:
         rules.append(Rule(LAYER, "attention.dense.bias", f"{ATTENTION}o_proj.bias", "h"))
+    return rules
+
+
+def qkv_rules(neox_args) -> List[Rule]:
+    """Queries, keys and values, or no values in layers where keys are values too."""
+    layers_of: Dict[int, List[int]] = {}
+    for number in range(neox_args.num_layers):
+        layers_of.setdefault(len(neox_args.head_geometry(number).qkv_parts), []).append(number)
+    rules = []
+    for parts, layers in layers_of.items():
+        names, rows = QKV_NAMES[:parts], ("nd", "md", "md")[:parts]
+        kinds = [("weight", " h"), ("bias", "")] if neox_args.qkv_has_bias else [("weight", " h")]
+        rules += [
+            Rule(
+                LAYER,
+                f"attention.query_key_value.{kind}",
+                tuple(f"{name}.{kind}" for name in names),
+                tuple(f"{row}{columns}" for row in rows),
+                QKV,
+                tuple(layers),
+            )
+            for kind, columns in kinds
+        ]
     return rules
 
 

@@ -5,6 +5,8 @@ from typing import Any, Dict, List, Optional, Tuple
 from megatron.neox_arguments.layer_attention import of_layer_type
 
 _ORIGINAL = "original_max_position_embeddings"
+PROPORTIONAL = "proportional"
+"""The rope_type with which partial_rotary_factor means something else."""
 
 
 def rope_settings(config: Any) -> Dict[str, Any]:
@@ -14,9 +16,11 @@ def rope_settings(config: Any) -> Dict[str, Any]:
     scaling, so seq_length and max_position_embeddings are among the settings then.
     """
     parameters = {key: value for key, value in config.rope_parameters.items() if key != "type"}
-    base, share = parameters.pop("rope_theta"), parameters.pop("partial_rotary_factor", 1.0)
-    settings = {"rotary_emb_base": base, "rotary_pct": share, "rope_scaling": None}
     rope_type = parameters.get("rope_type", "default")
+    base = parameters.pop("rope_theta")
+    # Of type proportional the share is a number of the scaling: the whole head has frequencies, some of them 0.
+    share = 1.0 if rope_type == PROPORTIONAL else parameters.pop("partial_rotary_factor", 1.0)
+    settings = {"rotary_emb_base": base, "rotary_pct": share, "rope_scaling": None}
     if rope_type == "default":
         return settings
     if rope_type == "dynamic":
@@ -30,7 +34,7 @@ def rope_settings(config: Any) -> Dict[str, Any]:
 def whole_rotation_problems(config: Any, architecture: str) -> List[str]:
     """For classes that rotate whole heads, whatever their config.json says."""
     share = config.rope_parameters.get("partial_rotary_factor", 1.0)
-    if share == 1.0:
+    if share == 1.0 or config.rope_parameters.get("rope_type") == PROPORTIONAL:
         return []
     return [
         f"partial_rotary_factor={share}: a {architecture} of transformers rotates the whole head and ignores it; "
@@ -74,7 +78,9 @@ def _of_all_layers(neox_args) -> Tuple[float, Optional[Dict[str, Any]]]:
 
 def _plain(scaling: Optional[Dict[str, Any]]) -> Dict[str, Any]:
     """A scaling in transformers 5's spelling, with nothing in it that other keys say."""
-    said = ("type", "rope_theta", "partial_rotary_factor")
+    said = ["type", "rope_theta"]
+    if (scaling or {}).get("rope_type") != PROPORTIONAL:
+        said.append("partial_rotary_factor")
     numbers = {key: value for key, value in (scaling or {}).items() if key not in said}
     rope_type = numbers.pop("rope_type", None) or (scaling or {}).get("type") or "default"
     rope_type = {"su": "longrope"}.get(rope_type, rope_type)

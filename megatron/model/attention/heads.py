@@ -1,4 +1,4 @@
-"""Heads of one width, from projected rows to the context: split -> qk norm -> position -> cache -> core.
+"""Heads of one width, from projected rows to the context: split -> norms -> position -> cache -> core.
 
 A layer has one group of such heads, or several of different widths: see ParallelSelfAttention.
 Letters: s query tokens, t key tokens, b batch, n query heads, m kv heads (of this rank), d head_dim.
@@ -15,7 +15,7 @@ from megatron.geometry import HeadGeometry
 from megatron.model.attention.cache import LayerKVCache
 from megatron.model.attention.core import AttentionRequest, select_kernel
 from megatron.model.attention.kv_replicas import own_heads
-from megatron.model.attention.qk_norm import build_qk_norms
+from megatron.model.attention.qk_norm import build_qk_norms, build_v_norm
 from megatron.model.positional_embeddings import AliBi, ParallelRelativePositionBias
 from megatron.model.rotary import RotaryEmbedding
 
@@ -29,7 +29,7 @@ class HeadGroup(nn.Module):
     """
 
     def _set_up_heads(self, neox_args, layer_number: int, geometry: HeadGeometry, function) -> None:
-        """The numbers and the kernel; the modules follow with _build_qk_norm and _build_positions."""
+        """The numbers and the kernel; the modules follow with _build_norms and _build_positions."""
         self.layer_number = layer_number
         self.geometry = geometry
         self.partition = geometry.shard(mpu.get_model_parallel_world_size())
@@ -47,11 +47,11 @@ class HeadGroup(nn.Module):
             self.score_divisor = float(max(1, self.layer_number))
             self.attention_softmax_in_fp32 = True
 
-    def _build_qk_norm(self, neox_args) -> None:
-        if self.function.qk_norm is None:
-            return
-        for name, norm in build_qk_norms(neox_args, self.function.qk_norm, self.geometry).items():
-            self.add_module(name, norm)
+    def _build_norms(self, neox_args) -> None:
+        if self.function.qk_norm is not None:
+            for name, norm in build_qk_norms(neox_args, self.function.qk_norm, self.geometry).items():
+                self.add_module(name, norm)
+        self.v_norm = build_v_norm(neox_args, self.geometry) if self.function.v_norm else None
 
     def _build_positions(self, neox_args, rpe: Optional[ParallelRelativePositionBias]) -> None:
         self.pos_emb = neox_args.pos_emb
@@ -74,6 +74,7 @@ class HeadGroup(nn.Module):
         """The heads' projected rows [s, b, (n + 2m)·d of all ranks / p] -> what they attend to, [s, b, n·d]."""
         q, k, v = own_heads(rows, self.geometry)
         q, k = self._normalise(q, k)
+        v = v if self.v_norm is None else self.v_norm(v)
         offset = 0 if kv_cache is None else kv_cache.length
         q, k = self._rotate(q, k, offset)
         oldest_key = 0

@@ -18,6 +18,6 @@ def own_heads(mixed: torch.Tensor, geometry: HeadGeometry) -> Heads:
     if geometry.kv_replicas(ranks) == 1:
         return split_qkv(mixed, partition, geometry.qkv_layout)
     q, kv = mixed.tensor_split([partition.query_hidden_size], dim=-1)
-    kv = kv.unflatten(-1, (2, -1))  # [s, b, 2, piece of m·d]
-    k, v = mpu.gather_kv_head(kv, geometry).unbind(-2)  # [s, b, d] each
-    return q.unflatten(-1, (-1, geometry.head_dim)), k.unsqueeze(-2), v.unsqueeze(-2)
+    kv = kv.unflatten(-1, (geometry.kv_parts, -1))  # [s, b, 2, piece of m·d]
+    heads = mpu.gather_kv_head(kv, geometry).split(1, dim=-2)  # [s, b, 1, d] each
+    return q.unflatten(-1, (-1, geometry.head_dim)), heads[0], heads[-1]

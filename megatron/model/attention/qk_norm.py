@@ -1,4 +1,4 @@
-"""Norms on queries and keys, before the rotary embedding: see `qk_norm_type`.
+"""Norms on queries and keys, before the rotary embedding: see `qk_norm_type`; and on values: `v_norm`.
 
 Letters: s tokens, b batch, n query heads, m key heads (of this rank), d head_dim.
 """
@@ -11,7 +11,16 @@ from torch import nn
 
 from megatron import mpu
 from megatron.geometry import HeadGeometry
-from megatron.model.norms import LayerNorm, NonParametricLayernorm, Norm, RMSNorm, ScaleNorm, get_norm, wide_dtype
+from megatron.model.norms import (
+    LayerNorm,
+    NonParametricLayernorm,
+    NonParametricRMSNorm,
+    Norm,
+    RMSNorm,
+    ScaleNorm,
+    get_norm,
+    wide_dtype,
+)
 
 
 def build_qk_norms(neox_args, qk_norm: str, geometry: HeadGeometry) -> Dict[str, nn.Module]:
@@ -26,6 +35,11 @@ def build_qk_norms(neox_args, qk_norm: str, geometry: HeadGeometry) -> Dict[str,
         # The weights serve all heads, of which each rank sees its own.
         return {name: norm(geometry.head_dim, eps, True) for name in ("q_layernorm", "k_layernorm")}
     return _full_width(neox_args, geometry)
+
+
+def build_v_norm(neox_args, geometry: HeadGeometry) -> nn.Module:
+    """The norm over each head of the values; without weights, so that `norm` has no part in it."""
+    return NonParametricRMSNorm(geometry.head_dim, neox_args.rms_norm_epsilon)
 
 
 def _joint(neox_args, partition: HeadGeometry) -> nn.Module:

@@ -41,7 +41,7 @@ class ParallelSelfAttention(HeadGroup):
         self.key_heads_per_partition = key_heads_per_partition(neox_args, layer_number)
         # In GPT-NeoX's order: an optimizer state in a checkpoint knows its parameters by their order only.
         default_init, default_output_init = get_init_methods(neox_args)
-        self._build_qk_norm(neox_args)
+        self._build_norms(neox_args)
         self._build_query_key_value(neox_args, init_method or default_init)
         self._build_positions(neox_args, rpe)
         self._build_dense(neox_args, output_layer_init_method or default_output_init, parallel_output)
@@ -128,5 +128,5 @@ def qkv_row_groups(geometry: HeadGeometry):
     With fewer key/value heads than ranks, the ranks that share a head have a piece of its rows each: `own_heads`.
     """
     if geometry.qkv_layout is QKVLayout.PER_RANK:
-        return [geometry.query_hidden_size, geometry.kv_hidden_size, geometry.kv_hidden_size]
+        return geometry.qkv_parts
     return None

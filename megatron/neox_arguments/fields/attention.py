@@ -1,7 +1,7 @@
 """What attention and the block around it can do beyond GPT-NeoX."""
 
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import Literal, Optional, Union
 
 
 @dataclass
@@ -14,6 +14,19 @@ class NeoXArgsAttention:
     weights of shape [head_dim] shared by all heads (Qwen3, Gemma 3). full_width: over all query heads and over all key
     heads together, weights of shape [heads x head_dim] (OLMo 2), the same at every `model_parallel_size`. Null: joint
     if `use_qk_layernorm`, else no norm."""
+
+    v_norm: bool = False
+    """Normalise each head of the values by its root mean square over head_dim, without weights and with
+    `rms_norm_epsilon` (Gemma 4)."""
+
+    shared_key_value: Union[bool, dict] = False
+    """Keys and values are one projection: the QKV weight has no rows for values, which are the keys before their norm
+    and rotation (Gemma 4's attention_k_eq_v). A mapping from full_attention and sliding_attention to true or false
+    gives each layer type (see `layer_types`) its own; a type that is not in it has projections of both."""
+
+    layer_scalar: bool = False
+    """Multiply the output of each layer by a number of its own, residual stream and all (Gemma 4). The number is 1
+    unless a checkpoint has another; it is not trained."""
 
     layer_types: Optional[list] = None
     """full_attention or sliding_attention for each layer, written as `attention_config` is: [[[pattern], repeats],
