@@ -16,6 +16,7 @@ from megatron.convert.ahead import Ahead
 from megatron.convert.choose import choose_family
 from megatron.convert.exported_tokenizer import Vocabulary, known_vocabulary, save_tokenizer
 from megatron.convert.families import Family
+from megatron.convert.families.rope import with_plain_base
 from megatron.convert.hf_writer import MAX_SHARD_BYTES, HFWriter, write_json
 from megatron.convert.neox_source import NeoXSource
 from megatron.convert.older_config import older_keys
@@ -72,6 +73,7 @@ def plan_export(
     kept = {name: settings[name] for name in ("attention_dropout", "hidden_dropout") if name in settings}
     neox_args = inference_args(reader, config_files, changes=kept)
     check_stamp(neox_args, reader.folder)
+    neox_args = with_plain_base(neox_args)
     files = side_files.folder_of(reader.folder, settings, hf_tokenizer)
     vocabulary = known_vocabulary(files, settings, neox_args.padded_vocab_size, vocab_size)
     original = side_files.read_json(files, side_files.CONFIG).get("model_type")

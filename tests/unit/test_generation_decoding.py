@@ -50,6 +50,8 @@ OPTIONS = {
     "fp8_window": dict(kv_cache_dtype="fp8_e4m3", sliding_window_width=3),
     "llama3": dict(rope_scaling=LLAMA3),
     "dynamic": dict(rope_scaling=DYNAMIC),
+    "stretched": dict(rotary_denominator_scale=1.5),
+    "lora": dict(lora=dict(rank=3, dropout=0.5, targets=["query_key_value", "dense", "linear1", "linear2"])),
     "bf16": dict(precision="bfloat16", norm="rmsnorm", activation="geglu", **SMALL),
     "dropout": dict(hidden_dropout=0.5, attention_dropout=0.5),
 }
@@ -192,6 +194,7 @@ def test_compiled_steps_generate_the_same_tokens_with_one_compilation_of_each_ki
     settings = dict(
         **dict(sliding_window_width=4, layer_types=["sliding_attention", "full_attention"] * 2, num_layers=4),
         **dict(attn_logit_softcap=5.0, qk_norm_type="per_head", norm="rmsnorm", activation="swiglu"),
+        lora=dict(rank=3, alpha=30.0, targets=["query_key_value", "linear2"]),
     )
     model, args = model_and_args(**settings)
     runner = InferenceRunner(args.update(compile=True), model)

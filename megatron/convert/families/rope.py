@@ -1,8 +1,8 @@
 """Rotary positions of config.json: transformers 5's rope_parameters, to which transformers 4's keys are read too."""
 
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
-from megatron.neox_arguments.layer_attention import of_layer_type
+from megatron.neox_arguments.layer_attention import is_by_layer_type, of_layer_type
 
 _ORIGINAL = "original_max_position_embeddings"
 PROPORTIONAL = "proportional"
@@ -52,6 +52,30 @@ def rope_config(neox_args) -> Dict[str, Any]:
     if neox_args.rotary_pct != 1.0:
         parameters["partial_rotary_factor"] = neox_args.rotary_pct
     return {**config, "rope_parameters": {**parameters, "rope_theta": float(base)}}
+
+
+def with_plain_base(neox_args):
+    """The same model without rotary_denominator_scale, which config.json has no word for: the base to the power 1 /
+    scale gives equal frequencies, to the last bit, in every type of scaling."""
+    scale = neox_args.rotary_denominator_scale
+    if scale is None or neox_args.pos_emb != "rotary":
+        return neox_args
+    return neox_args.update(
+        rotary_emb_base=_each(neox_args.rotary_emb_base, lambda base: float(base) ** (1 / scale)),
+        rope_scaling=_each(neox_args.rope_scaling, _without_base),
+        rotary_denominator_scale=None,
+    )
+
+
+def _each(setting: Any, change: Callable[[Any], Any]) -> Any:
+    if is_by_layer_type(setting):
+        return {layer_type: change(one) for layer_type, one in setting.items()}
+    return change(setting)
+
+
+def _without_base(scaling: Optional[Dict[str, Any]]) -> Optional[Dict[str, Any]]:
+    """rope_theta can only repeat rotary_emb_base."""
+    return scaling and {key: value for key, value in scaling.items() if key != "rope_theta"}
 
 
 def rotary_problems(neox_args, architecture: str) -> List[str]:
