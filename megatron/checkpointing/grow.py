@@ -7,11 +7,15 @@ columns of the output projection are zero there, whatever queries and values are
 queries and keys has its mean over more numbers then: RMSNorm's mean square becomes d / D of what it was, whatever the
 new zeros. Weights of q and k times sqrt(D / d) undo that exactly, epsilon included, and the norm's scale is divided by
 it. A layer norm subtracts a mean too, which no weight can undo. Rotary frequencies, windows and caps do not change.
+
+Layers may grow to different widths, or some stay, as far as one softmax_scale and one rotary_pct say for all of them
+what each had before.
 """
 
+import copy
 import math
 import re
-from typing import Any, Dict, List
+from typing import Any, Dict, List, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
@@ -23,18 +27,21 @@ from megatron.errors import ConversionError
 from megatron.geometry import HeadGeometry, QKVLayout
 from megatron.model.attention.heads import relative_position_scale
 from megatron.model.gpt2_model import FIRST_TRANSFORMER_LAYER
+from megatron.neox_arguments.equal_widths import layers_by_value
+from megatron.neox_arguments.per_layer import layers_text
+from megatron.neox_arguments.widths import layers_by_geometry
 
 _CHANGED = re.compile(
     r"attention\.(query_key_value\.(weight|bias)|dense\.weight|(q|k|qk)_layernorm\.scale|rpe\.weight)"
 )
 
 
-def check_growth(neox_args, head_dim: int) -> None:
-    """Raises ConversionError with every reason why the model's heads cannot become `head_dim` wide."""
-    geometry, qk_norm = neox_args.head_geometry(), neox_args.layer_attention().qk_norm
-    problems = []
-    if head_dim <= geometry.head_dim:
-        problems.append(f"--head-dim {head_dim}: the checkpoint's is {geometry.head_dim}; it can only become wider")
+def check_growth(neox_args, head_dim: Any) -> None:
+    """Raises ConversionError with every reason why the model's heads cannot become `head_dim` wide, which is what the
+    setting may be: a number, or widths by layer. Raises ConfigError if it is none of them."""
+    qk_norm = neox_args.layer_attention().qk_norm
+    problems = _width_problems(_growths(neox_args, head_dim), head_dim)
+    problems += _scale_problems(neox_args) + _rotary_problems(neox_args, head_dim) + _rpe_problems(neox_args, head_dim)
     if neox_args.te_mha:
         problems.append("te_mha=True: first convert it with tools/ckpts/convert_te.py --to native --mha")
     if qk_norm is not None and neox_args.norm.startswith("te_"):
@@ -48,20 +55,84 @@ def check_growth(neox_args, head_dim: int) -> None:
         raise ConversionError(problems)
 
 
-def grown_settings(neox_args, head_dim: int) -> Dict[str, Any]:
-    """The settings that change with the width: all others stay."""
-    settings = {"head_dim": head_dim, "softmax_scale": neox_args.attention_scale()}
+class Growth(NamedTuple):
+    """Layers of one geometry that become equally wide. old: their geometry; width: the new head_dim."""
+
+    old: HeadGeometry
+    width: int
+    layers: List[int]
+
+
+def _growths(neox_args, head_dim: Any) -> List[Growth]:
+    """Of all layers, those alike together. Raises ConfigError for a head_dim that does not describe them."""
+    asked = copy.copy(neox_args)
+    asked.head_dim, asked.pos_emb = head_dim, "none"  # the share that is rotated will be another one
+    wide = {number: geometry.head_dim for geometry, layers in layers_by_geometry(asked).items() for number in layers}
+    pairs = layers_by_value([(neox_args.head_geometry(number), wide[number]) for number in range(len(wide))])
+    return [Growth(old, width, layers) for (old, width), layers in pairs.items()]
+
+
+def _width_problems(growths: List[Growth], head_dim: Any) -> List[str]:
+    if len(growths) == 1 and growths[0].width <= growths[0].old.head_dim:
+        old = growths[0].old.head_dim
+        return [f"--head-dim {head_dim}: the checkpoint's is {old}; it can only become wider"]
+    problems = [
+        f"--head-dim {head_dim}: {layers_text(each.layers)} would get {each.width}, and the checkpoint's are "
+        f"{each.old.head_dim} wide; they can only become wider"
+        for each in growths
+        if each.width < each.old.head_dim
+    ]
+    if all(each.width == each.old.head_dim for each in growths):
+        problems.append(f"--head-dim {head_dim}: these are the checkpoint's widths; nothing would grow")
+    return problems
+
+
+def _scale_problems(neox_args) -> List[str]:
+    scales = layers_by_value([neox_args.attention_scale(number) for number in range(neox_args.num_layers)])
+    if len(scales) == 1:
+        return []
+    listed = ", ".join(f"{scale:.6g} in {layers_text(layers)}" for scale, layers in scales.items())
+    return [
+        f"softmax_scale={neox_args.softmax_scale}: the scores' scale is {listed}; wider heads have to keep it, and one "
+        "softmax_scale can only say the same for all layers. Such a model cannot grow"
+    ]
+
+
+def _rotary_problems(neox_args, head_dim: Any) -> List[str]:
+    growths = _growths(neox_args, head_dim)
+    if neox_args.pos_emb != "rotary" or _rotary_share(growths) is not None:
+        return []
+    listed = ", ".join(f"{each.old.rotary_ndims} of {each.width} in {layers_text(each.layers)}" for each in growths)
+    return [
+        f"--head-dim {head_dim}: the rotated dimensions have to stay as many ({listed}), and there is no one "
+        "rotary_pct that says so; widths in the same proportion to each other as the checkpoint's have one"
+    ]
+
+
+def _rpe_problems(neox_args, head_dim: Any) -> List[str]:
+    ratios = {each.width / each.old.head_dim for each in _growths(neox_args, head_dim)}
+    if neox_args.pos_emb != "rpe" or len(ratios) == 1:
+        return []
+    return [f"--head-dim {head_dim}: pos_emb=rpe has one table for all layers, so all have to grow alike"]
+
+
+def grown_settings(neox_args, head_dim: Any) -> Dict[str, Any]:
+    """The settings that change with the width: all others stay. Only called for what check_growth lets pass."""
+    settings = {"head_dim": head_dim, "softmax_scale": neox_args.attention_scale(0)}
     if neox_args.pos_emb == "rotary":
-        settings["rotary_pct"] = _rotary_share(neox_args.head_geometry().rotary_ndims, head_dim)
+        settings["rotary_pct"] = _rotary_share(_growths(neox_args, head_dim))
     return settings
 
 
-def _rotary_share(ndims: int, head_dim: int) -> float:
-    """The share of head_dim that rotates exactly `ndims`: rounding may leave the quotient below it."""
-    share = ndims / head_dim
-    while int(head_dim * share) < ndims:
+def _rotary_share(growths: List[Growth]) -> Optional[float]:
+    """The share of the new widths that rotates as many dimensions as before; None if there is no one share.
+
+    The smallest that is enough in every layer: rounding may leave the quotient below it.
+    """
+    share = max(each.old.rotary_ndims / each.width for each in growths)
+    while any(int(each.width * share) < each.old.rotary_ndims for each in growths):
         share = math.nextafter(share, 1.0)
-    return share
+    return share if all(int(each.width * share) == each.old.rotary_ndims for each in growths) else None
 
 
 class GrownReader(FromCheckpoint):
@@ -84,11 +155,21 @@ class GrownReader(FromCheckpoint):
     @property
     def nbytes(self) -> int:
         """As FromCheckpoint.nbytes, with what becomes wider."""
-        growth = self._grown_args.head_geometry().head_dim / self._neox_args.head_geometry().head_dim
-        ranks = range(self.model_parallel_size)
-        states = (self.reader.layer_shapes(index, rank) for index in self.layer_indices() for rank in ranks)
-        tensors = (item for state in states for item in state.items())
-        return int(sum(tensor.nbytes * (growth if _CHANGED.fullmatch(name) else 1) for name, tensor in tensors))
+        return int(sum(self._layer_bytes(index, rank) for index in self.layer_indices() for rank in self._ranks))
+
+    @property
+    def _ranks(self) -> range:
+        return range(self.model_parallel_size)
+
+    def _layer_bytes(self, index: int, rank: int) -> float:
+        shapes = self.reader.layer_shapes(index, rank)
+        changed = sum(tensor.nbytes for name, tensor in shapes.items() if _CHANGED.fullmatch(name))
+        total = sum(tensor.nbytes for tensor in shapes.values())
+        if not changed:
+            return total
+        number = index - FIRST_TRANSFORMER_LAYER
+        old, new = (args.head_geometry(number).head_dim for args in (self._neox_args, self._grown_args))
+        return total + changed * (new / old - 1)
 
     def layer_state(self, index: int, tp_rank: int = 0) -> LayerState:
         """{name: tensor} of one layer on one rank. Raises CheckpointError for weights that do not fit the config."""

@@ -21,7 +21,9 @@ from tests.helpers.resharding import VARIANTS, random_layers, settings_of, write
 from tests.helpers.tolerances import FORWARD
 from tools.ckpts import grow_head_dim, reshard
 
-LAYER_NORMS = ("gqa full_width", "mha gated qk layernorm", "mqa shared kv, uneven")
+LAYER_NORMS = ("gqa full_width", "mha gated qk layernorm", "mqa shared kv, uneven", "kv heads by layer, full_width")
+SCALES = ("mha widths by layer, per_head", "mqa progressive gpt_j")
+"""Of different widths, each with its own scale."""
 MORE = {
     "per_head, a large epsilon": dict(VARIANTS["gqa per_head"], rms_norm_epsilon=0.5),
     "full width rms": dict(VARIANTS["gqa full_width"], norm="rmsnorm", rms_norm_epsilon=0.3),
@@ -30,8 +32,9 @@ MORE = {
     "partial rotary": dict(VARIANTS["gqa gated rms"], rotary_pct=0.4, softmax_scale=0.7),
     "learned with a cap": dict(VARIANTS["mha"], pos_emb="learned", attn_logit_softcap=3.0, sliding_window_width=4,
                                layer_types=["sliding_attention", "full_attention"]),
+    "widths by layer, one scale": dict(VARIANTS["mqa progressive gpt_j"], softmax_scale=0.3),
 }  # fmt: skip
-CASES = [name for name in VARIANTS if name not in LAYER_NORMS] + list(MORE)
+CASES = [name for name in VARIANTS if name not in LAYER_NORMS + SCALES] + list(MORE)[:-1]
 """Names of tests.helpers.resharding, and some more."""
 
 
@@ -90,6 +93,31 @@ def test_the_logits_stay(case, tmp_path, capsys):
     assert expected.abs().max() > 0.3
     said = capsys.readouterr().out
     assert f"head_dim {before.head_geometry().head_dim} -> {width}" in said and "optimizer's state is left out" in said
+
+
+@pytest.mark.parametrize(
+    "case, asked, widths",
+    [
+        # An int(0.4 d) of 4 at a head_dim of 10 to 12, at one share.
+        ("partial rotary", "[10, 12]", [10, 12]),
+        ("learned with a cap", "[[31, 1], [20, 1]]", [31, 20]),
+        ("mha gpt_j", "{schedule: progressive, base: 16, exponent: 0.5, multiple_of: 1}", [16, 23]),
+        ("widths by layer, one scale", "[13, 16, 24]", [13, 16, 24]),
+        ("widths by layer, one scale", "21", [21, 21, 21]),
+    ],
+)
+def test_layers_grow_to_widths_of_their_own(case, asked, widths, tmp_path, capsys):
+    before = saved(tmp_path / "narrow", case)
+    args, model = model_of(tmp_path / "narrow")
+    expected = logits_of(model, args)
+    after, wide = model_of(grown(tmp_path / "narrow", tmp_path / "wide", asked))
+    for number, width in enumerate(widths):
+        old, new = before.head_geometry(number), after.head_geometry(number)
+        assert (new.head_dim, new.rotary_ndims, new.num_kv_heads) == (width, old.rotary_ndims, old.num_kv_heads)
+        assert after.attention_scale(number) == before.attention_scale(number)
+    assert (logits_of(wide, after) - expected).abs().max() <= 1e-5 * max(1.0, expected.abs().max().item())
+    assert expected.abs().max() > 0.3
+    assert "optimizer's state is left out" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("case, reached", [("gqa gated rms", "qkv"), ("mha", "qkv"), ("gqa per_head", "v")])
@@ -177,6 +205,12 @@ def test_rows_of_each_order():
         ("gqa gated rms", 10, "the checkpoint's is 10; it can only become wider"),
         ("gqa full_width", 16, "norm=layernorm on queries and keys (qk_norm_type full_width): it subtracts the mean"),
         ("mha gated qk layernorm", 32, "qk_norm_type joint"),
+        ("mha gpt_j", "[[24, 1], [12, 1]]", "layer 1 would get 12, and the checkpoint's are 16 wide"),
+        ("widths by layer, one scale", "[10, 16, 20]", "these are the checkpoint's widths; nothing would grow"),
+        ("mha gpt_j", "[[24, 3]]", "head_dim describes 3 layers and num_layers=2"),
+        ("gqa gated rms", "[10, 16]", "(10 of 10 in layer 0, 10 of 16 in layer 1), and there is no one rotary_pct"),
+        ("gqa rpe", "[10, 16]", "pos_emb=rpe has one table for all layers"),
+        ("mqa progressive gpt_j", 32, "0.316228 in layer 0, 0.25 in layer 1, 0.223607 in layer 2"),
     ],
 )
 def test_refused_with_the_reason(case, width, said, tmp_path, capsys):

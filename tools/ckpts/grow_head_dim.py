@@ -1,6 +1,7 @@
 """Write a checkpoint with wider attention heads that computes the same function.
 
     python tools/ckpts/grow_head_dim.py IN OUT --head-dim 128 [--zeros]
+    python tools/ckpts/grow_head_dim.py IN OUT --head-dim "[[64, 8], [128, 4]]"
 
 IN is a save folder (its `latest` is taken) or one global_step<N> folder, at any parallel sizes, which OUT keeps. Each
 head gets its new dimensions at its end. The scale of the scores and the rotated dimensions stay those of the narrow
@@ -10,6 +11,9 @@ Keys and columns of the output projection are zero in the new dimensions, querie
 training can use them; --zeros leaves nothing but zeros, to fill up a width for a kernel. Queries and keys that are
 normed have zeros in any case; rmsnorm needs their weights and the norm's scale multiplied, which half precision rounds.
 
+Layers may become different widths, or stay, as head_dim says it in a config; their scale and their number of rotated
+dimensions must then have been the same, so that one softmax_scale and one rotary_pct can keep them.
+
 Refused: layer norms on queries and keys, whose mean would change, and Transformer Engine's attention. The optimizer's
 state is left out: go on with no_load_optim or finetune.
 """
@@ -17,7 +21,9 @@ state is left out: go on with no_load_optim or finetune.
 import argparse
 import os
 import sys
-from typing import List, Optional, Sequence
+from typing import Any, List, Optional, Sequence
+
+import yaml
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported: no GPU is needed or used
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
@@ -29,6 +35,7 @@ from megatron.checkpointing.reader import CheckpointReader  # noqa: E402
 from megatron.checkpointing.reshard import write_resharded  # noqa: E402
 from megatron.checkpointing.stamp import check_stamp  # noqa: E402
 from megatron.errors import NeoXError  # noqa: E402
+from megatron.neox_arguments.equal_widths import by_layer_text, one_or_each  # noqa: E402
 from megatron.neox_arguments.loading import load_files  # noqa: E402
 from tools.options import at_least  # noqa: E402
 
@@ -53,11 +60,28 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", metavar="IN", help="save folder, or a global_step<N> folder in it")
     parser.add_argument("out", metavar="OUT", help="new or empty folder")
-    parser.add_argument("--head-dim", type=at_least(1), required=True, metavar="D", help="wider than the checkpoint's")
+    parser.add_argument(
+        "--head-dim", type=_width, required=True, metavar="D", help="wider than the checkpoint's, or widths by layer"
+    )
     parser.add_argument("--zeros", action="store_true", help="no random numbers: the new dimensions cannot be trained")
     parser.add_argument("--config", nargs="+", default=(), metavar="YML", help="by default those kept in IN")
     parser.add_argument("--iteration", type=at_least(0), help="by default the one `latest` names")
     return parser.parse_args(arguments)
+
+
+def _width(text: str) -> Any:
+    """As head_dim in a YAML file: a number, or a list or mapping of widths by layer."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = None
+    if isinstance(value, (list, dict)):
+        return value
+    return at_least(1)(text)
+
+
+def _widths(neox_args) -> str:
+    return by_layer_text(one_or_each(neox_args, lambda geometry: geometry.head_dim))
 
 
 def grow(options: argparse.Namespace) -> List[str]:
@@ -69,7 +93,7 @@ def grow(options: argparse.Namespace) -> List[str]:
     check_growth(neox_args, options.head_dim)
     settings = grown_settings(neox_args, options.head_dim)
     grown_args = inference_args(reader, options.config, changes=settings)
-    print(f"{reader.folder}: head_dim {neox_args.head_geometry().head_dim} -> {options.head_dim}")
+    print(f"{reader.folder}: head_dim {_widths(neox_args)} -> {_widths(grown_args)}")
     weights = GrownReader(reader, neox_args, grown_args, learnable=not options.zeros)
     texts = with_settings(texts, settings, ADDED)
     folder = write_resharded(weights, grown_args, options.out, reader.pipe_parallel_size, texts)
