@@ -25,6 +25,9 @@ CASES = {
     "quotient gpt_j": dict(**QUOTIENT, **TANH, gpt_j_residual=True),
     "mqa tied": dict(**MQA, **RMS, activation="relu", no_weight_tying=False),
     "three heads": dict(**MHA, **SWIGLU, use_bias_in_attn_linear=False),
+    "widths by layer": dict(
+        **{**GQA_TP4, "head_dim": [10, 16], "num_kv_heads": [[4, 1], [2, 1]]}, **SWIGLU, **RMS, use_bias_in_mlp=False
+    ),
     "qk norms": dict(**GQA_TP4, **RMS, activation="geglu_tanh", ffn_hidden_size=28, qk_norm_type="per_head"),
 }
 TP2 = [name for name in CASES if name not in ("mqa tied", "three heads")]

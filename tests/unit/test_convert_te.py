@@ -17,7 +17,7 @@ from megatron.checkpointing.shards import Shards
 from megatron.checkpointing.stamp import read_stamp
 from megatron.checkpointing.te_names import form_of
 from megatron.checkpointing.weights import fill, layers_of, load_weights_from, weight_problems
-from megatron.model.gpt2_model import build_model
+from megatron.model.gpt2_model import FIRST_TRANSFORMER_LAYER, build_model
 from tests.helpers.resharding import random_layers, read_all, write_checkpoint
 from tests.helpers.te import install_te, requires_te
 from tests.helpers.te_attention import te_row_order
@@ -52,7 +52,7 @@ def test_names_and_rows(name, tmp_path):
     for (_, index, key), tensor in weights_in(reader).items():
         expected = unused.pop(native_name(f"{index}.{key}", args.norm))
         if key.startswith("attention.qkv."):
-            expected = expected[te_row_order(args.head_geometry())]
+            expected = expected[te_row_order(args.head_geometry(index - FIRST_TRANSFORMER_LAYER))]
         elif key.startswith("mlp.fc1_"):
             expected = native_layout("fc1_weight", expected, args.mlp_geometry().gated)
         assert torch.equal(tensor, expected), key
