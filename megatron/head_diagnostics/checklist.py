@@ -1,5 +1,6 @@
 """What is unusual about the heads of a model, and what to try. Rules of thumb with their sources, not verdicts."""
 
+import math
 from dataclasses import dataclass
 from statistics import median
 from typing import Callable, Dict, Iterator, List, Tuple
@@ -35,6 +36,23 @@ def findings(report: HeadReport) -> List[Finding]:
     """Every rule that some head breaks, in the order of RULES."""
     found = (rule(report) for rule in RULES)
     return [finding for finding in found if finding is not None]
+
+
+def _not_finite(report: HeadReport):
+    unfit = {
+        (layer.layer, head): value
+        for layer in report.layers
+        for values in layer.figures.values()
+        for head, value in enumerate(values)
+        if not math.isfinite(value)
+    }
+    return _finding(
+        "figures are not finite",
+        unfit,
+        lambda worst: "weights, scores or gradients hold NaN or infinity",
+        OURS,
+        "nothing for a step of fp16 training that looks for its loss scale; else an earlier checkpoint and a lower lr",
+    )
 
 
 def _gradient_ratio(report: HeadReport):
@@ -137,6 +155,7 @@ def _sinks(report: HeadReport):
 
 
 RULES: List[Callable] = [
+    _not_finite,
     _gradient_ratio,
     _large_scores,
     _collapsed,

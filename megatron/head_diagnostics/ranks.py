@@ -4,8 +4,11 @@ import torch
 
 
 def singular_values(matrix: torch.Tensor) -> torch.Tensor:
-    """[..., rows, columns] -> [..., min(rows, columns)] in fp32, largest first."""
-    return torch.linalg.svdvals(matrix.float())
+    """[..., rows, columns] -> [..., min(rows, columns)] in fp32, largest first; NaN where a matrix is not finite."""
+    matrix = matrix.float()
+    finite = matrix.isfinite().all(-1).all(-1)
+    values = torch.linalg.svdvals(torch.where(finite[..., None, None], matrix, 0.0))  # which raises for NaN
+    return torch.where(finite[..., None], values, torch.nan)
 
 
 def effective_rank(values: torch.Tensor) -> torch.Tensor:
@@ -14,7 +17,7 @@ def effective_rank(values: torch.Tensor) -> torch.Tensor:
     total = values.sum(-1, keepdim=True)
     shares = values / total.clamp(min=torch.finfo(values.dtype).tiny)
     entropy = -(torch.xlogy(shares, shares)).sum(-1)
-    return torch.where(total.squeeze(-1) > 0, entropy.exp(), torch.zeros_like(entropy))
+    return torch.where(total.squeeze(-1) == 0, torch.zeros_like(entropy), entropy.exp())
 
 
 def product_singular_values(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """The figures of all heads of a model, put together from the ranks that hold them."""
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -49,6 +50,15 @@ class HeadReport:
     def names(self) -> List[str]:
         """Of all figures, in the order of the first layer that has them."""
         return list(dict.fromkeys(name for layer in self.layers for name in layer.figures))
+
+
+def plain(value: Any) -> Any:
+    """For JSON, which has no NaN and no infinity: those become None."""
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @torch.no_grad()

@@ -24,6 +24,12 @@ class TensorBoardSink:
             if math.isfinite(value):
                 self._writer.add_scalar(name, value, iteration)
 
+    def picture(self, name: str, path: str, iteration: int) -> None:
+        """Add a PNG file."""
+        from matplotlib.image import imread
+
+        self._writer.add_image(name, imread(path), iteration, dataformats="HWC")
+
     def close(self) -> None:
         """Flush and close."""
         self._writer.close()

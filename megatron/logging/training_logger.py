@@ -95,6 +95,11 @@ class TrainingLogger:
         for sink in self._sinks:
             sink.write(scalars, iteration)
 
+    def picture(self, iteration: int, name: str, path: str) -> None:
+        """A PNG file, for TensorBoard and W&B."""
+        for sink in self._sinks:
+            sink.picture(name, path, iteration)
+
     def message(self, text: str) -> None:
         """One line on rank 0's console."""
         if self._console is not None:

@@ -31,6 +31,12 @@ class WandbSink:
         """Add one point to each named curve."""
         self._run.log(dict(scalars), step=iteration)
 
+    def picture(self, name: str, path: str, iteration: int) -> None:
+        """Add a PNG file."""
+        import wandb
+
+        self._run.log({name: wandb.Image(path)}, step=iteration)
+
     def close(self) -> None:
         """Upload what is left and end the run."""
         self._run.finish()

@@ -5,6 +5,7 @@ import os
 from typing import List, Optional, Set
 
 from megatron.head_diagnostics import Finding, HeadDiagnostics, HeadReport, findings
+from megatron.head_diagnostics.report import plain
 from megatron.logging.records import run_folder
 
 FILE_NAME = "head_diagnostics.jsonl"
@@ -16,7 +17,7 @@ class HeadLog:
 
     The run's folder gets a line of head_diagnostics.jsonl per look and a picture of the last one. The log names each
     rule of megatron.head_diagnostics.checklist when heads first break it. TensorBoard and W&B get the mean and the
-    extremes of each layer's figures.
+    extremes of each layer's figures, and the picture.
     """
 
     def __init__(self, neox_args, engine):
@@ -48,6 +49,7 @@ class HeadLog:
         found = findings(report)
         if self._folder:
             self._keep(report, found)
+            logger.picture(iteration, "heads", os.path.join(self._folder, PICTURE))
         logger.scalars(iteration, scalars_of(report))
         for finding in found:
             if finding.rule not in self._known:
@@ -63,7 +65,7 @@ class HeadLog:
         from megatron.head_diagnostics.picture import draw_report
 
         os.makedirs(self._folder, exist_ok=True)
-        line = json.dumps({**report.to_dict(), "findings": [vars(finding) for finding in found]})
+        line = json.dumps(plain({**report.to_dict(), "findings": [vars(finding) for finding in found]}))
         with open(os.path.join(self._folder, FILE_NAME), "a", encoding="utf-8") as file:
             file.write(line + "\n")
         draw_report(report, os.path.join(self._folder, PICTURE), f"iteration {report.iteration}")

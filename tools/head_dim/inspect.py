@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from types import SimpleNamespace
 from typing import Any, Dict, Iterator, Tuple
 
@@ -45,12 +45,15 @@ def run(options: argparse.Namespace) -> int:
     """Returns 0 however unusual the heads are: the rules are rules of thumb."""
     from megatron.head_diagnostics import findings
     from megatron.head_diagnostics.picture import draw_report
+    from megatron.head_diagnostics.report import plain
 
-    with _checkpoint_of(options) as folder:
+    # What the loading prints is not part of the JSON.
+    aside = redirect_stdout(sys.stderr) if options.json else nullcontext()
+    with aside, _checkpoint_of(options) as folder:
         report, loss = inspect(options, folder)
     files = [os.path.join(options.out, f"head_diagnostics.{ending}") for ending in ("json", "png")]
     found = findings(report)
-    contents = {**report.to_dict(), "loss": loss, "findings": [vars(finding) for finding in found]}
+    contents = plain({**report.to_dict(), "loss": loss, "findings": [vars(finding) for finding in found]})
     _write_json(files[0], contents)
     draw_report(report, files[1], f"{options.checkpoint}: {report.tokens} tokens, loss {loss:.4f}")
     if options.json:
