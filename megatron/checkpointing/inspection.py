@@ -12,6 +12,7 @@ from megatron.checkpointing.shards import Shards
 from megatron.checkpointing.stamp import make_stamp
 from megatron.checkpointing.weights import Weights
 from megatron.errors import NeoXError
+from megatron.neox_arguments.equal_widths import by_layer_text, one_or_list
 
 _ABSENT = "absent"
 
@@ -75,7 +76,7 @@ def settings(reader: CheckpointReader) -> Dict[str, str]:
 def geometry(reader: CheckpointReader) -> Dict[str, str]:
     """The attention widths, from the stamp or else derived from the YAML files kept in the checkpoint.
 
-    A number that is not the same in all layers is given as a list.
+    A number that is not the same in all layers is given with the layers that have it.
     """
     stamp = reader.stamp()
     if stamp is not None:
@@ -85,10 +86,22 @@ def geometry(reader: CheckpointReader) -> Dict[str, str]:
             layers, source = make_stamp(inference_args(reader))["layers"], "configs/"
         except NeoXError as error:
             return {"geometry": f"unknown: {str(error).splitlines()[0]}"}
-    flat = [{**layer.pop("geometry"), **layer} for layer in layers]
-    names = [name for name in flat[0] if name != "version"]
-    texts = {f"geometry.{name}": _values([layer.get(name) for layer in flat]) for name in names}
+    flat = [_numbers(layer) for layer in layers]
+    texts = {f"geometry.{name}": by_layer_text(one_or_list([layer.get(name) for layer in flat])) for name in flat[0]}
     return {"geometry": f"from {source}", **texts}
+
+
+def _numbers(layer: Dict[str, Any]) -> Dict[str, Any]:
+    """A layer's entry in a stamp, flat; where its heads are in groups, the groups' numbers as "64 + 256"."""
+    kept = {name: value if not isinstance(value, list) else _sum(value) for name, value in layer.items()}
+    geometry = kept.pop("geometry")
+    groups = geometry.get("groups") or [geometry]
+    names = [name for name in groups[0] if name not in ("version", "hidden_size")]
+    return {"hidden_size": groups[0]["hidden_size"], **{n: _sum([group[n] for group in groups]) for n in names}, **kept}
+
+
+def _sum(values: List[Any]) -> Any:
+    return values[0] if len(values) == 1 else " + ".join(map(str, values))
 
 
 def differences(first: CheckpointReader, second: CheckpointReader) -> Iterator[Difference]:
@@ -167,11 +180,6 @@ def _largest(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     gap = (ours - theirs).abs()
     gap[(ours == theirs) | (ours.isnan() & theirs.isnan())] = 0.0
     return gap.nan_to_num(nan=float("inf")).max().item()
-
-
-def _values(values: List[Any]) -> str:
-    different = list(dict.fromkeys(values))
-    return str(different[0] if len(different) == 1 else different)
 
 
 def _kind(tensor: torch.Tensor) -> Tuple[Tuple[int, ...], str]:

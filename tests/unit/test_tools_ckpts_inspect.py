@@ -78,11 +78,14 @@ def test_a_stamp_is_preferred_and_a_missing_config_is_no_obstacle(tmp_path, caps
     tool.main([folder])
     assert "geometry: unknown: " in capsys.readouterr().out
     numbers = '{"hidden_size":64,"num_attention_heads":4,"num_kv_heads":2,"head_dim":%d,"rotary_ndims":12,"version":1}'
-    layers = [f'{{"geometry":{numbers % width},"softmax_scale":0.2,"qkv_layout":"per_rank"}}' for width in (24, 32)]
+    geometries = [numbers % 24, numbers % 32, numbers % 24]
+    layers = [f'{{"geometry":{each},"softmax_scale":0.2,"qkv_layout":"per_rank"}}' for each in geometries]
     (tmp_path / "global_step7" / "head_geometry.json").write_text(f'{{"version":1,"layers":[{",".join(layers)}]}}')
     tool.main([folder])
     shown = capsys.readouterr().out
-    assert "geometry: from the stamp" in shown and "geometry.head_dim: [24, 32]" in shown
+    assert "geometry: from the stamp" in shown and "geometry.softmax_scale: 0.2\n" in shown
+    assert "geometry.head_dim: 24 (layers 0, 2), 32 (layer 1)\n" in shown
+    assert "geometry.num_kv_heads: 2\n" in shown
 
 
 @pytest.mark.parametrize("form", [dict(tp=2), dict(sequential=True), dict(tp=2, sequential=True)], ids=str)
