@@ -83,7 +83,8 @@ def _checkpoint_of(options: argparse.Namespace) -> Iterator[str]:
 
     with tempfile.TemporaryDirectory(prefix="inspect-") as temporary:
         imported = os.path.join(temporary, "checkpoint")
-        import_hf(path, imported, progress=sys.stderr.isatty())
+        # No padding: rows of no token would be part of the loss.
+        import_hf(path, imported, make_vocab_size_divisible_by=1, progress=sys.stderr.isatty())
         yield imported
 
 
