@@ -140,16 +140,21 @@ def _losses(logits: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
         largest = _reduced(own.clone(), dist.ReduceOp.MAX)
         exponentials, at_label = _reduced(torch.stack([(own - largest).exp(), at_label]), dist.ReduceOp.SUM)
         normaliser = largest + exponentials.log()
-        logits *= (own - normaliser).exp().unsqueeze(-1)
+        shares, size = (own - normaliser).exp().unsqueeze(-1), _rows_at_once(logits)
+        for block, share in zip(logits.split(size), shares.split(size), strict=True):
+            block *= share  # of all rows at once, torch would make copies of bf16 logits in fp32
     probability = (picked - normaliser).exp()
     logits[at_labels] = (probability - chunk.owned.float()).to(logits.dtype)  # scatter_ would copy all to fp32
     return ((normaliser - at_label) * chunk.weights).sum()
 
 
+def _rows_at_once(logits: torch.Tensor) -> int:
+    return max(1, IN_CACHE // logits.shape[-1]) if logits.device.type == "cpu" else len(logits)
+
+
 def _softmax(logits: torch.Tensor) -> torch.Tensor:
     """Softmax over the last dimension, in place, computed in fp32; returns the log of the normalisers, fp32 [k]."""
-    size = max(1, IN_CACHE // logits.shape[-1]) if logits.device.type == "cpu" else len(logits)
-    return torch.cat([_softmax_at_once(block) for block in logits.split(size)])
+    return torch.cat([_softmax_at_once(block) for block in logits.split(_rows_at_once(logits))])
 
 
 def _softmax_at_once(logits: torch.Tensor) -> torch.Tensor:

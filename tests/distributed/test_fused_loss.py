@@ -6,7 +6,11 @@ import torch
 import torch.nn.functional as F
 
 from megatron import mpu
+from megatron.costs.activations import Batch
+from megatron.costs.memory import fused_loss_bytes
 from tests.distributed.test_training_layouts import LLAMA, STEPS, figures, train_layouts, write_data
+from tests.helpers.allocations import peak_bytes
+from tests.helpers.configs import tiny_args
 from tests.helpers.distributed import run_distributed
 from tests.helpers.geometries import NARROW
 from tests.helpers.tolerances import FORWARD, GRADIENT, TRAJECTORY, assert_close
@@ -71,6 +75,30 @@ def test_a_split_vocabulary(world_size, cap, tmp_path):
     for number in (1, 2):
         joined = torch.from_numpy(np.concatenate([rank[1 + number] for rank in ranks]))
         assert_close(joined, exact[number].grad.float(), GRADIENT, ("weight", "bias")[number - 1])
+
+
+def _peak_of_a_large_vocabulary(rank, world_size, precision):
+    """What a rank allocates at most, and the estimate."""
+    mpu.initialize_model_parallel(world_size)
+    args = tiny_args(
+        **NARROW, precision=precision, fused_loss_chunk=256, padded_vocab_size=20480, seq_length=256,
+        max_position_embeddings=256, model_parallel_size=world_size, global_num_gpus=world_size,
+    )  # fmt: skip
+    dtype = args.params_dtype
+    hidden = torch.randn(2, 256, args.hidden_size).to(dtype).requires_grad_()
+    weight = torch.randn(20480 // world_size, args.hidden_size).to(dtype).mul_(0.1).requires_grad_()
+    targets = torch.zeros(2, 256, dtype=torch.int64), torch.ones(2, 256)
+    loss = mpu.FusedLinearCrossEntropy(args.fused_loss_chunk)
+    return peak_bytes(lambda: loss(hidden, weight, None, targets).backward()), fused_loss_bytes(
+        args, Batch.of(args, "cpu")
+    )
+
+
+@pytest.mark.parametrize("precision", ("fp32", "bfloat16"))
+def test_ranks_share_the_memory_too(precision, tmp_path):
+    """bf16 logits times fp32 factors would be copied to fp32 whole."""
+    for measured, estimate in run_distributed(2, _peak_of_a_large_vocabulary, precision, tmp_path=tmp_path):
+        assert measured == pytest.approx(estimate, rel=0.1)
 
 
 def _train(rank, world_size, folder, layouts, model):

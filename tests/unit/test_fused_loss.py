@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -12,6 +11,7 @@ from megatron.costs.activations import Batch
 from megatron.costs.memory import fused_loss_bytes
 from megatron.errors import ConfigError
 from megatron.model.gpt2_model import build_model, cross_entropy, masked_cross_entropy
+from tests.helpers.allocations import peak_bytes
 from tests.helpers.configs import tiny_args
 from tests.helpers.geometries import MHA, WIDE_NON_DIVISIBLE
 from tests.helpers.model_runs import batch, disturb
@@ -170,18 +170,6 @@ def test_no_tensor_of_tokens_times_vocabulary_is_made(tied):
     assert largest[64] <= 1024 * 1024 // 3
 
 
-def _peak(run) -> int:
-    """Allocated bytes at most while `run` runs, as torch's CPU allocator reports them."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    live = peak = 0
-    events = profiler.profiler.kineto_results.events()
-    for _, size in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
-        live += size
-        peak = max(peak, live)
-    return peak
-
-
 @pytest.mark.parametrize("cap", [None, 30.0])
 @pytest.mark.parametrize("chunk", [64, 10000])
 @pytest.mark.parametrize("precision", ["fp32", "bfloat16"])
@@ -194,7 +182,7 @@ def test_the_estimate_of_its_memory(precision, chunk, cap):
     weight = (torch.randn(20480, 64) * 0.1).to(args.params_dtype).requires_grad_()
     targets = torch.zeros(2, 256, dtype=torch.int64), torch.ones(2, 256)
     fused = mpu.FusedLinearCrossEntropy(chunk, cap)
-    measured = _peak(lambda: fused(hidden, weight, None, targets).backward())
+    measured = peak_bytes(lambda: fused(hidden, weight, None, targets).backward())
     assert fused_loss_bytes(args, Batch.of(args, "cpu")) == pytest.approx(measured, rel=0.1)
 
 
