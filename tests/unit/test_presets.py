@@ -17,13 +17,18 @@ from megatron.geometry import padded_vocab_size
 from megatron.model.gpt2_model import GPT2ModelSequential, build_model
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.loading import parse
+from tests.helpers.distributed import run_distributed
+from tests.helpers.engines import build_engine, train
+from tests.helpers.tolerances import TRAJECTORY
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MODELS = json.loads((Path(__file__).parent / "data" / "preset_geometries.json").read_text())["models"]
 OTHERS = json.loads((Path(__file__).parent / "data" / "preset_configs.json").read_text())["presets"]
 """Presets of test_presets_families.py."""
 DEMO = "demo/qwen3-tiny-cpu.yml"
-OVERLAYS = sorted(path.name for path in (CONFIGS / "demo").glob("*.yml") if path.name != Path(DEMO).name)
+PROGRESSIVE = "demo/progressive-tiny-cpu.yml"
+MODELS_OF_DEMO = {Path(DEMO).name, Path(PROGRESSIVE).name}
+OVERLAYS = sorted(path.name for path in (CONFIGS / "demo").glob("*.yml") if path.name not in MODELS_OF_DEMO)
 UPSTREAM = {row[0] for row in json.loads((Path(__file__).parent / "data" / "upstream_args.json").read_text())["args"]}
 
 
@@ -167,6 +172,26 @@ def test_demo_layouts_can_be_cut_short(layout):
     args = load(DEMO, f"demo/{layout}.yml", "demo/20-steps.yml")
     assert args.exit_interval == 20
     assert args.global_num_gpus == (1 if layout == "single" else 2)
+
+
+def _short_run(rank, world_size, ranks):
+    """Losses of a few steps of the preset on one batch of random tokens."""
+    args = load(PROGRESSIVE, load=None, save=None, seq_length=24, padded_vocab_size=256, train_batch_size=4,
+                global_num_gpus=world_size, model_parallel_size=ranks, warmup=0.0)  # fmt: skip
+    engine = build_engine(args)
+    return [loss for _ in range(4) for loss in train(args, engine, 1)]
+
+
+def test_progressive_demo(tmp_path):
+    """The widths of its schedule; as many parameters as the other demo; it learns, alike at one rank and at two."""
+    args, demo = (load(name).update(padded_vocab_size=4096) for name in (PROGRESSIVE, DEMO))
+    assert [args.head_geometry(layer).head_dim for layer in range(4)] == [32, 48, 56, 64]  # 32 x 1, 1.41, 1.73, 2
+    assert costs.num_parameters(args) == pytest.approx(costs.num_parameters(demo), rel=5e-3)
+    assert load(PROGRESSIVE, "demo/20-steps.yml").exit_interval == 20
+    (one,) = run_distributed(1, _short_run, 1, tmp_path=tmp_path)
+    two, again = run_distributed(2, _short_run, 2, tmp_path=tmp_path)
+    assert two == again and two == pytest.approx(one, abs=TRAJECTORY)
+    assert one[-1] < one[0] - 0.3
 
 
 def test_demo_geometry():
