@@ -7,8 +7,10 @@ from typing import Dict, List, Union
 
 import torch
 
+from megatron.checkpointing.checks import raise_problems
 from megatron.checkpointing.reader import CheckpointReader
 from megatron.checkpointing.resharded import FromCheckpoint
+from megatron.errors import CheckpointError
 from megatron.model.gpt2_model import FIRST_TRANSFORMER_LAYER
 from megatron.model.lora import is_adapter
 from megatron.neox_arguments.lora import lora_settings
@@ -43,6 +45,13 @@ def adapter_problems(neox_args, reader: CheckpointReader) -> List[str]:
         for key, value in saved.items()
         if value != wanted.get(key, value)
     ]
+
+
+def check_adapters(reader: CheckpointReader, neox_args) -> None:
+    """Raises CheckpointError for a checkpoint without adapters, or with others than the config's."""
+    if not has_adapters(reader):
+        raise CheckpointError(f"{reader.folder} has no adapters; name a checkpoint of a run with lora")
+    raise_problems(reader.folder, adapter_problems(neox_args, reader))
 
 
 def without_fresh(layers: Dict[int, Dict[str, torch.Tensor]], weights) -> Dict[int, Dict[str, torch.Tensor]]:

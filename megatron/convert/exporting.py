@@ -7,6 +7,7 @@ from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Seq
 import torch
 from tqdm import tqdm
 
+from megatron.checkpointing.adapters import MERGE, has_adapters
 from megatron.checkpointing.model_settings import checkpoint_folder, config_paths, inference_args
 from megatron.checkpointing.reader import CheckpointReader
 from megatron.checkpointing.stamp import check_stamp
@@ -73,6 +74,7 @@ def plan_export(
     kept = {name: settings[name] for name in ("attention_dropout", "hidden_dropout") if name in settings}
     neox_args = inference_args(reader, config_files, changes=kept)
     check_stamp(neox_args, reader.folder)
+    _check_merged(neox_args, reader)
     neox_args = with_plain_base(neox_args)
     files = side_files.folder_of(reader.folder, settings, hf_tokenizer)
     vocabulary = known_vocabulary(files, settings, neox_args.padded_vocab_size, vocab_size)
@@ -86,6 +88,15 @@ def plan_export(
     config.update(vocabulary.special_tokens(pad_token_id), dtype=_config_dtype(dtypes))
     config.update(older_keys(config))
     return Plan(family, config, lines, source, dtypes, files, settings, vocabulary, list(vocabulary.notes))
+
+
+def _check_merged(neox_args, reader: CheckpointReader) -> None:
+    """Raises ConversionError for a model with adapters, which are files of their own there."""
+    if neox_args.lora is not None or has_adapters(reader):
+        raise ConversionError(
+            f"{reader.folder} has adapters (lora): merge them first, {MERGE}, and export what that writes; or write "
+            "them for PEFT with tools/ckpts/export_lora.py, beside an export of the base"
+        )
 
 
 def _check_native(reader: CheckpointReader) -> None:

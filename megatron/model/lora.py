@@ -154,3 +154,14 @@ def _uniform(tensor: torch.Tensor, generator: Optional[torch.Generator] = None) 
 
 def _zero(tensor: torch.Tensor, generator: Optional[torch.Generator] = None) -> None:
     tensor.zero_()
+
+
+def merged(
+    weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor, scale: float, parts: Optional[torch.Tensor] = None
+) -> torch.Tensor:
+    """The weight [o, i] with its adapter in it, of the whole layer or of one rank; computed in fp32 and rounded once.
+
+    parts: of the rows of `weight`, as row_parts gives them; None for one part.
+    """
+    B = B.float() if parts is None else spread(B.float(), F.one_hot(parts))
+    return torch.addmm(weight.float(), B, A.float(), alpha=scale).to(weight.dtype)
