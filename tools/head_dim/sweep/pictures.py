@@ -87,12 +87,13 @@ def ranking(summary: Dict[str, Any]) -> Optional[Figure]:
         if row["difference"] is not None:
             _mean_and_dots(panels[1], place, row["difference"], row["difference_interval"], apart)
     panels[0].set_yticks(range(len(rows)), [row["variant"] for row in rows])
-    panels[0].invert_yaxis()
+    panels[0].set_ylim(len(rows) - 0.5, -0.5)
     panels[0].set_xlabel("last validation loss, nats per token")
     panels[1].set_xlabel(f"difference to {baseline}, paired by seed")
     panels[1].axvline(0, color=GREY, linewidth=1, linestyle="--")
     for axis in panels:
         axis.grid(alpha=0.3, axis="x")
+        axis.locator_params(axis="x", nbins=6)
     figure.suptitle("dots: seeds; line: 95 % interval of the mean (Student's t)", fontsize=10)
     return figure
 
@@ -147,7 +148,7 @@ def _panels(shown: Dict[str, List[List[float]]], names: List[str], columns: int,
         axis.grid(alpha=0.3)
         axis.margins(x=0.1)
         if zero:
-            axis.set_ylim(bottom=0)
+            axis.set_ylim(0, 1.15 * max((value for each in values for value in each), default=1.0))
     for axis in list(axes.flat)[len(shown) :]:
         axis.set_visible(False)
     return figure

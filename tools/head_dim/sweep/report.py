@@ -26,14 +26,14 @@ img { max-width: 100%; height: auto } pre { background: #f4f4f4; padding: 1em; o
 """
 CURVES = "Lines are means over the seeds, bands reach from the lowest to the highest of them."
 RANKING = (
-    "By the validation loss at the last step. Intervals are 95 % intervals of the mean from Student's t over the seeds. "
-    "Differences are paired by seed: runs of one seed read the same texts in the same order. A loss is called lower or "
-    "higher where the interval of its difference leaves out 0, and not decided otherwise. Each comparison is made by "
+    "By the validation loss at the last step. Intervals are 95 % intervals of the mean, from Student's t over the "
+    "seeds. Differences are paired by seed: runs of one seed read the same texts in the same order. A loss is called "
+    "lower or higher where the interval of its difference leaves out 0, and not decided otherwise. Each comparison is made by "
     "itself, so that of twenty without a true difference one is expected to be called lower or higher."
 )
 COSTS = (
     "Tokens per second are the median logged interval of each run's own log, without the first one; memory is the peak "
-    "resident size of the largest process, Python and its libraries included, which the cost model's estimate leaves out."
+    "resident size of the largest process, Python and its libraries included, which the cost model leaves out."
 )
 HEADS = "Means over layers, heads and seeds at the last look of log_head_diagnostics (docs/heads.md says what each is)."
 
@@ -122,8 +122,8 @@ def as_html(title: str, found: List[Part]) -> str:
     body = "\n".join(_html(part) for part in found)
     name = html.escape(title)
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title><style>{STYLE}</style></head>\n'
-        f"<body><h1>{name}</h1>\n{body}\n</body></html>\n"
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>\n'
+        f"<style>{STYLE}</style></head>\n<body><h1>{name}</h1>\n{body}\n</body></html>\n"
     )
 
 

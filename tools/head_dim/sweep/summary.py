@@ -7,8 +7,8 @@ from typing import Any, Dict, List, Optional, Sequence
 
 SUMMARY = "summary.json"
 DIGITS = 5
-WIDTH_SHARES = {"qk_rank": "qk_rank_share", "ov_rank": "ov_rank_share", "attention_rank": "attention_rank_share"}
-"""Figures that head_dim bounds, or is said to, and the names of their quotients by it."""
+WIDTH_SHARES = {"qk_rank": "qk_rank_share", "ov_rank": "ov_rank_share"}
+"""Figures that head_dim bounds, and the names of their quotients by it."""
 
 
 def summarise(results: Dict[str, Any]) -> Dict[str, Any]:
