@@ -28,8 +28,8 @@ CURVES = "Lines are means over the seeds, bands reach from the lowest to the hig
 RANKING = (
     "By the validation loss at the last step. Intervals are 95 % intervals of the mean, from Student's t over the "
     "seeds. Differences are paired by seed: runs of one seed read the same texts in the same order. A loss is called "
-    "lower or higher where the interval of its difference leaves out 0, and not decided otherwise. Each comparison is made by "
-    "itself, so that of twenty without a true difference one is expected to be called lower or higher."
+    "lower or higher where the interval of its difference leaves out 0, and not decided otherwise. Each comparison is "
+    "made by itself, so that of twenty without a true difference one is expected to be called lower or higher."
 )
 COSTS = (
     "Tokens per second are the median logged interval of each run's own log, without the first one; memory is the peak "
