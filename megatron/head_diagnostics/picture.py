@@ -8,6 +8,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
 
 from megatron.head_diagnostics.report import HeadReport  # noqa: E402
 
@@ -31,7 +32,14 @@ _COLUMNS = 4
 
 
 def draw_report(report: HeadReport, path: str, title: str) -> None:
-    """Write a PNG. Layers can have different numbers of heads: what a layer does not have stays white."""
+    """Write a PNG."""
+    figure = report_figure(report, title)
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def report_figure(report: HeadReport, title: str) -> Figure:
+    """The picture. Layers can have different numbers of heads: what a layer does not have stays white."""
     names = [name for name in TITLES if report.matrix(name)]
     spectra = [name for name in SPECTRA if any(name in layer.spectra for layer in report.layers)]
     rows = math.ceil((len(names) + len(spectra)) / _COLUMNS)
@@ -46,8 +54,7 @@ def draw_report(report: HeadReport, path: str, title: str) -> None:
         axis.set_visible(False)
     figure.suptitle(title)
     figure.tight_layout()
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
+    return figure
 
 
 def _heat_map(axis: Axes, report: HeadReport, name: str) -> None:
