@@ -4,13 +4,13 @@ Where a block is cut says `megatron.mpu.share_sizes`, as for initial weights; he
 """
 
 import re
-from typing import Callable, List, NamedTuple, Optional, Sequence
+from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
 from megatron import mpu
 from megatron.errors import CheckpointError
-from megatron.model.attention.self_attention import qkv_row_groups
+from megatron.model.attention.self_attention import dense_column_groups, qkv_row_groups
 from megatron.model.gpt2_model import FIRST_TRANSFORMER_LAYER
 
 VOCABULARY = re.compile(r"word_embeddings\.weight|final_linear\.(weight|bias)")
@@ -30,6 +30,8 @@ _REPLICATED = re.compile(
     r"|layer_scalar|position_embeddings\.(weight|inv_freq)|attention\.rotary_emb\.inv_freq"
     r"|mlp\.layer_norm_(weight|bias)|(.*\.)?_extra_state"
 )
+_OF_GROUP = re.compile(r"attention\.groups\.(\d+)\.(.+)")
+"""What a group of heads has for itself, in a layer of several groups."""
 _ADAPTER = re.compile(r"(.+)\.lora\.([AB])")
 
 
@@ -65,6 +67,7 @@ class Shards:
     def split_of(self, index: int, name: str) -> Split:
         """The rule of parameter `name` of layer `index`. Raises CheckpointError for a name that no model here has."""
         number = index - FIRST_TRANSFORMER_LAYER
+        name, group = _without_group(name)
         adapter = _ADAPTER.fullmatch(name)
         if adapter:  # one of the two is split as the weight that they adapt: B by its rows, or A by its columns
             rule = self.split_of(index, f"{adapter.group(1)}.weight")
@@ -72,10 +75,12 @@ class Shards:
         if _QKV.fullmatch(name):
             geometry = self.neox_args.head_geometry(number)
             return Split(0, qkv_row_groups(geometry) or [geometry.qkv_hidden_size])
+        if name == "attention.dense.weight":
+            return Split(1, dense_column_groups(self.neox_args.head_geometry(number)))
         if _TE_QKV.fullmatch(name):  # by whole kv heads
             return Split(0, [self.neox_args.head_geometry(number).qkv_hidden_size])
         if _QK_NORM.fullmatch(name):
-            return self._qk_norm_split(number, name)
+            return self._qk_norm_split(number, name, group)
         if _LINEAR1.fullmatch(name):
             geometry = self.neox_args.mlp_geometry(number)
             return Split(0, [geometry.ffn_hidden_size] * (2 if geometry.gated else 1))
@@ -89,11 +94,11 @@ class Shards:
             return Split()
         raise CheckpointError(f"layer {index} {name}: not a parameter of these models, so how to split it is unknown")
 
-    def _qk_norm_split(self, number: int, name: str) -> Split:
-        """A weight over one head serves all heads on all ranks; one over all heads is split by heads."""
+    def _qk_norm_split(self, number: int, name: str, group: int) -> Split:
+        """A weight over one head serves all heads on all ranks; one over all heads (of a group) is split by heads."""
         if self.neox_args.layer_attention(number).qk_norm != "full_width":
             return Split()
-        geometry = self.neox_args.head_geometry(number)
+        geometry = self.neox_args.head_geometry(number).groups[group]
         is_query = _QK_NORM.fullmatch(name).group(1) == "q"
         return Split(0, [geometry.query_hidden_size if is_query else geometry.kv_hidden_size])
 
@@ -157,6 +162,7 @@ class Shards:
 
     def _check_ranks(self, index: int, name: str, rule: Split, size: int, ranks: int) -> None:
         """Rows of heads may be dealt out unevenly, where ranks share a head; others not."""
+        name, _ = _without_group(name)
         if _QKV.fullmatch(_ADAPTER.sub(r"\1.weight", name)) or _QK_NORM.fullmatch(name):
             problems = self.neox_args.head_geometry(index - FIRST_TRANSFORMER_LAYER).shard_problems(ranks)
         else:
@@ -178,6 +184,12 @@ class Shards:
             f"{apart:.3g}; if they drifted apart in training, `python tools/ckpts/reshard.py --average-replicas` "
             "takes their mean"
         )
+
+
+def _without_group(name: str) -> Tuple[str, int]:
+    """(the name that a parameter of a group of heads would have in a layer of that group alone, the group's number)."""
+    of_group = _OF_GROUP.fullmatch(name)
+    return (f"attention.{of_group.group(2)}", int(of_group.group(1))) if of_group else (name, 0)
 
 
 def _fit_together(shards: List[torch.Tensor], rule: Split) -> bool:

@@ -25,7 +25,8 @@ _STRETCH = "rotary_denominator_scale"
 
 def make_stamp(neox_args) -> Dict[str, Any]:
     """One entry per layer: the geometry, the softmax scale and the row order of the fused QKV weight, and the stretch
-    of the rotary frequencies if there is one. `lora` describes the adapters, in a model that has them."""
+    of the rotary frequencies if there is one; for a layer with several groups of heads, `groups` of such entries.
+    `lora` describes the adapters, in a model that has them."""
     stamp = {
         "version": FORMAT_VERSION,
         "framework": f"megatron (head_dim) {megatron.__version__}",
@@ -56,8 +57,8 @@ def read_stamp(folder: str) -> Optional[Dict[str, Any]]:
             stamp = json.load(file)
         if stamp["version"] != FORMAT_VERSION:
             raise ValueError(f"version {stamp['version']}, this program reads {FORMAT_VERSION}")
-        for layer in stamp["layers"]:
-            HeadGeometry.from_stamp(layer["geometry"])
+        for group in (group for layer in stamp["layers"] for group in _groups(layer)):
+            HeadGeometry.from_stamp(group["geometry"])
         return stamp
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise CheckpointError(f"{path} is not a readable geometry record ({error!r})") from None
@@ -103,13 +104,21 @@ def checkpoint_config(folder: str) -> Dict[str, Any]:
 
 
 def _layer_stamp(neox_args, number: int) -> Dict[str, Any]:
-    geometry = neox_args.head_geometry(number)
-    return {
-        "geometry": geometry.stamp(),
-        "softmax_scale": neox_args.attention_scale(number),
-        "qkv_layout": geometry.qkv_layout.value,
-        **_stretch(neox_args),
-    }
+    groups = [
+        {
+            "geometry": geometry.stamp(),
+            "softmax_scale": neox_args.attention_scale(number, group),
+            "qkv_layout": geometry.qkv_layout.value,
+            **_stretch(neox_args),
+        }
+        for group, geometry in enumerate(neox_args.head_geometry(number).groups)
+    ]
+    return {"groups": groups} if len(groups) > 1 else groups[0]
+
+
+def _groups(layer: dict) -> List[dict]:
+    """The entries of a layer's groups of heads: of most layers, the layer's own."""
+    return layer["groups"] if "groups" in layer else [layer]
 
 
 def _stretch(neox_args) -> Dict[str, float]:
@@ -132,6 +141,21 @@ def _stamp_problems(saved: List[dict], wanted: List[dict]) -> List[str]:
 
 
 def _layer_problems(saved: dict, wanted: dict) -> List[str]:
+    theirs, ours = _groups(saved), _groups(wanted)
+    if len(theirs) != len(ours):
+        return [f"groups of heads: {_widths(theirs)} in the checkpoint, {_widths(ours)} in the config"]
+    return [
+        f"group {number} of heads: {problem}" if len(ours) > 1 else problem
+        for number, groups in enumerate(zip(theirs, ours, strict=True))
+        for problem in _group_problems(*groups)
+    ]
+
+
+def _widths(groups: List[dict]) -> str:
+    return " + ".join(f"{each['geometry']['num_attention_heads']} of {each['geometry']['head_dim']}" for each in groups)
+
+
+def _group_problems(saved: dict, wanted: dict) -> List[str]:
     problems = _differences(saved["geometry"], wanted["geometry"])
     scales = saved.get("softmax_scale"), wanted["softmax_scale"]
     if problems == [] and scales[0] is not None and abs(scales[0] - scales[1]) > 1e-6 * abs(scales[1]):
@@ -164,10 +188,9 @@ def _yaml_problems(neox_args, folder: str) -> List[str]:
         layers_by_geometry(theirs)
     except ConfigError as error:
         return [f"its own settings do not make a geometry: {error}"]
+    stretch = _stretch(theirs)
+    geometries = [head_geometry(theirs, number) for number in range(theirs.num_layers)]
     return _stamp_problems(
-        [
-            {"geometry": head_geometry(theirs, number).stamp(), **_stretch(theirs)}
-            for number in range(theirs.num_layers)
-        ],
+        [{"groups": [{"geometry": group.stamp(), **stretch} for group in layer.groups]} for layer in geometries],
         [_layer_stamp(neox_args, number) for number in range(neox_args.num_layers)],
     )

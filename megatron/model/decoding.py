@@ -38,6 +38,8 @@ def refusal(neox_args) -> Optional[str]:
         return "layers of Transformer Engine"
     if neox_args.te_rowparallel or neox_args.norm.startswith("te_"):
         return "layers of Transformer Engine"
+    if any(len(geometry.groups) > 1 for geometry in neox_args.layers_by_geometry()):
+        return "heads of several widths in a layer"
     if neox_args.pos_emb in ("alibi", "rpe"):
         return f"pos_emb={neox_args.pos_emb} adds a bias to the scores"
     return None

@@ -4,7 +4,7 @@ Rotary positions are in rotary.py; learned and sinusoidal ones, added to the wor
 """
 
 import math
-from typing import List
+from typing import List, Optional
 
 import torch
 from torch import nn
@@ -26,12 +26,13 @@ def alibi_slopes(heads: int) -> List[float]:
 
 
 class AliBi(nn.Module):
-    """Bias -slope·(i - j) on the scores of this rank's heads."""
+    """Bias -slope·(i - j) on the scores of this rank's heads, of the `heads` of a layer with num_attention_heads."""
 
-    def __init__(self, num_attention_heads: int):
+    def __init__(self, num_attention_heads: int, heads: Optional[range] = None):
         super().__init__()
-        per_rank = mpu.divide(num_attention_heads, mpu.get_model_parallel_world_size())
-        first = per_rank * mpu.get_model_parallel_rank()
+        heads = range(num_attention_heads) if heads is None else heads
+        per_rank = mpu.divide(len(heads), mpu.get_model_parallel_world_size())
+        first = heads.start + per_rank * mpu.get_model_parallel_rank()
         self._slopes = alibi_slopes(num_attention_heads)[first : first + per_rank]
         # For GPT-NeoX's checkpoint format only: the buffer takes the dtype of the model, the bias does not.
         self.register_buffer("slopes", torch.tensor(self._slopes))

@@ -91,6 +91,7 @@ class RowParallelLinear(torch.nn.Module):
     """y = x W^T + b with the columns of W [out, in] split over the ranks: weight [out, in/p], bias [out] on each rank.
 
     input_is_parallel: the input is [..., in/p] already; else it is [..., in] and is split here.
+    column_groups: sizes of the blocks stacked in W's columns, each split over the ranks on its own.
     parallel_output: return this rank's term of the sum over the ranks; the caller reduces it. The bias, added or
         returned, then counts once for each rank.
     skip_bias_add: return the bias instead of adding it. Under sequence_parallel it comes with its gradient's sum
@@ -110,6 +111,7 @@ class RowParallelLinear(torch.nn.Module):
         input_is_parallel: bool = True,
         skip_bias_add: bool = False,
         parallel_output: bool = False,
+        column_groups: Optional[List[int]] = None,
         sequence_parallel: bool = False,
         seq_dim: int = 0,
     ):
@@ -126,7 +128,7 @@ class RowParallelLinear(torch.nn.Module):
         self.parallel_output = parallel_output
         self.sequence_parallel = sequence_parallel
         self.seq_dim = seq_dim
-        self.weight = create_parameter(neox_args, (output_size, input_size), init_method, 1)
+        self.weight = create_parameter(neox_args, (output_size, input_size), init_method, 1, column_groups)
         self.bias = _zero_bias(neox_args, output_size) if bias else None
         self.lora: Optional[torch.nn.Module] = None
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Dict, List, Optional, Sequence
 
 from megatron.errors import ConfigError
-from megatron.geometry import HeadGeometry, MLPGeometry, padded_vocab_size
+from megatron.geometry import MLPGeometry, padded_vocab_size
+from megatron.mixed_geometry import AnyHeadGeometry
 from megatron.neox_arguments import command_line, environment, widths
 from megatron.neox_arguments.deepspeed_config import deepspeed_config
 from megatron.neox_arguments.fields import GROUPS, defaults
@@ -117,10 +118,10 @@ class NeoXArgs(*GROUPS):
         elif configured < size:
             raise ConfigError(f"padded_vocab_size={configured} is less than the tokenizer's {size} tokens; remove it")
 
-    def head_geometry(self, layer_number: Optional[int] = None) -> HeadGeometry:
-        """The attention widths of a layer (0-based); without a number, those that all layers have.
+    def head_geometry(self, layer_number: Optional[int] = None) -> AnyHeadGeometry:
+        """The attention widths of a layer (0-based); without a number, those that all heads of all layers have.
 
-        Raises ConfigError, without a number, if the layers differ: code that needs one geometry for the model refuses
+        Raises ConfigError, without a number, if the heads differ: code that needs one geometry for the model refuses
         such models by asking for it, and has_uniform_heads says so beforehand.
         """
         if layer_number is None:
@@ -128,31 +129,34 @@ class NeoXArgs(*GROUPS):
         self._check_layer(layer_number)
         return widths.head_geometry(self, layer_number)
 
-    def layers_by_geometry(self) -> Dict[HeadGeometry, List[int]]:
+    def layers_by_geometry(self) -> Dict[AnyHeadGeometry, List[int]]:
         """Each geometry of the model with the numbers of its layers, in the order of their first layers."""
         return widths.layers_by_geometry(self)
 
     @property
     def has_uniform_heads(self) -> bool:
-        """All layers have one geometry."""
-        return len(self.layers_by_geometry()) == 1
+        """All heads of all layers have one geometry."""
+        return widths.has_uniform_heads(self)
 
     def mlp_geometry(self, layer_number: int = 0) -> MLPGeometry:
         """The MLP widths of a layer (0-based)."""
         self._check_layer(layer_number)
         return widths.mlp_geometry(self, layer_number)
 
-    def attention_scale(self, layer_number: Optional[int] = None) -> float:
+    def attention_scale(self, layer_number: Optional[int] = None, group: int = 0) -> float:
         """What query-key products of a layer are multiplied by: softmax_scale, or 1/sqrt(head_dim); without a number,
-        as in head_geometry."""
+        as in head_geometry. group: see layer_attention."""
         if layer_number is None:
             return self.softmax_scale or self.head_geometry().default_softmax_scale
-        return self.layer_attention(layer_number).softmax_scale
+        return self.layer_attention(layer_number, group).softmax_scale
 
-    def layer_attention(self, layer_number: int = 0) -> LayerAttention:
-        """What attention computes in a layer (0-based): scale, window, soft cap, rotary positions, qk norm."""
+    def layer_attention(self, layer_number: int = 0, group: int = 0) -> LayerAttention:
+        """What attention computes in a layer (0-based): scale, window, soft cap, rotary positions, norms.
+
+        group: of heads, in a layer that has several; scale and rotary positions are each group's own.
+        """
         self._check_layer(layer_number)
-        return layer_attention(self, layer_number)
+        return layer_attention(self, layer_number, group)
 
     @property
     def qkv_has_bias(self) -> bool:

@@ -35,12 +35,13 @@ class LayerAttention:
     v_norm: bool = False
 
 
-def layer_attention(args: Any, layer_number: int = 0) -> LayerAttention:
-    """The attention of layer `layer_number` (0-based); `args` needs the arguments' names as attributes.
+def layer_attention(args: Any, layer_number: int = 0, group: int = 0) -> LayerAttention:
+    """The attention of layer `layer_number` (0-based), in one of its groups of heads; `args` needs the arguments' names
+    as attributes.
 
     Raises ConfigError for a rope_scaling that is not a known one.
     """
-    geometry = head_geometry(args, layer_number)
+    geometry = head_geometry(args, layer_number).groups[group]
     layer_type = args.layer_types[layer_number]
     return LayerAttention(
         layer_type=layer_type,

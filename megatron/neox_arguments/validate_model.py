@@ -5,9 +5,9 @@ from typing import Any, Dict, Iterable, Iterator, List, Tuple
 from megatron.errors import ConfigError
 from megatron.neox_arguments.layer_attention import rope_scaling_of_layer_type
 from megatron.neox_arguments.layer_types import LAYER_TYPES, is_by_layer_type
-from megatron.neox_arguments.per_layer import MAX_LAYERS, count_problem
+from megatron.neox_arguments.per_layer import MAX_LAYERS, count_problem, layers_text
 from megatron.neox_arguments.support import ATTENTION_KINDS, BUILT_ATTENTION_KINDS
-from megatron.neox_arguments.widths import is_per_layer, layers_by_geometry, mlp_geometry, named_layers
+from megatron.neox_arguments.widths import is_per_layer, layers_by_geometry, mixed_layers, mlp_geometry, named_layers
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings")
 
@@ -45,6 +45,13 @@ def _head_widths(settings: Any) -> Iterator[str]:
             for problem in geometry.shard_problems(settings.model_parallel_size):
                 problems.setdefault(problem, []).extend(numbers)
         yield from named_layers(problems, settings.num_layers)
+    mixed = mixed_layers(settings)
+    if mixed and settings.pos_emb == "rpe" and settings.model_parallel_size > 1:
+        yield (
+            f"pos_emb=rpe: model_parallel_size={settings.model_parallel_size} splits the table that all layers share "
+            f"by heads, and {layers_text(mixed)} have theirs in groups (head_dim={settings.head_dim}); use "
+            "model_parallel_size 1, or another pos_emb"
+        )
 
 
 def _mlp_width(settings: Any) -> Iterator[str]:

@@ -8,7 +8,8 @@ from typing import Any, Iterator, Tuple
 
 from megatron.neox_arguments import validate_model
 from megatron.neox_arguments.layer_attention import layer_attention
-from megatron.neox_arguments.widths import layers_by_geometry, mlp_geometry
+from megatron.neox_arguments.per_layer import layers_text
+from megatron.neox_arguments.widths import layers_by_geometry, mixed_layers, mlp_geometry
 
 _OWN = "set te_mha: false (and te_fp8_mha: false)"
 
@@ -49,6 +50,12 @@ def _attention_ranks(settings: Any, name: str) -> Iterator[str]:
     ranks = settings.model_parallel_size
     if any(list(check(settings)) for check in validate_model.CHECKS):
         return
+    mixed = mixed_layers(settings)
+    if mixed:
+        yield (
+            f"head_dim={settings.head_dim} gives {layers_text(mixed)} heads of several widths, and {name}=True has one "
+            f"for all heads of a layer; {_OWN}"
+        )
     for kv_heads in dict.fromkeys(geometry.num_kv_heads for geometry in layers_by_geometry(settings)):
         if kv_heads % ranks:
             yield (

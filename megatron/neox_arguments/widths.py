@@ -1,9 +1,12 @@
 """From arguments to the geometry of a layer. The arithmetic itself is in megatron/geometry.py."""
 
+from functools import partial
 from typing import Any, Dict, List, Tuple
 
 from megatron.errors import ConfigError
 from megatron.geometry import HeadGeometry, MLPGeometry
+from megatron.mixed_geometry import AnyHeadGeometry
+from megatron.neox_arguments.head_groups import groups_by_layer, mixed_geometry
 from megatron.neox_arguments.head_schedule import schedule_problems, scheduled_width
 from megatron.neox_arguments.layer_types import of_layer_type
 from megatron.neox_arguments.per_layer import count_problem, expand, layers_text, number_of_layers
@@ -15,7 +18,7 @@ PER_LAYER = ("head_dim", "num_kv_heads")
 """The widths that may differ from layer to layer."""
 
 
-def head_geometry(args: Any, layer_number: int = 0) -> HeadGeometry:
+def head_geometry(args: Any, layer_number: int = 0) -> AnyHeadGeometry:
     """The attention widths of layer `layer_number` (0-based); `args` needs GPT-NeoX's argument names as attributes.
 
     Raises ConfigError if the numbers do not fit together.
@@ -24,12 +27,12 @@ def head_geometry(args: Any, layer_number: int = 0) -> HeadGeometry:
     return _geometry(args, *widths, _shares_key_value(args, layer_number))
 
 
-def layers_by_geometry(args: Any) -> Dict[HeadGeometry, List[int]]:
+def layers_by_geometry(args: Any) -> Dict[AnyHeadGeometry, List[int]]:
     """Each geometry of the model with the numbers of its layers, in the order of their first layers.
 
     Raises ConfigError with the problems of all layers, each with the layers that have it unless all have.
     """
-    found: Dict[HeadGeometry, List[int]] = {}
+    found: Dict[AnyHeadGeometry, List[int]] = {}
     problems: Dict[str, List[int]] = {}
     for widths, numbers in _layers_by_widths(args).items():
         try:
@@ -51,9 +54,9 @@ def named_layers(problems: Dict[str, List[int]], num_layers: int) -> List[str]:
 
 
 def only_head_geometry(args: Any) -> HeadGeometry:
-    """The geometry that all layers have. Raises ConfigError saying which layers differ."""
+    """The geometry that all heads of all layers have. Raises ConfigError saying which layers differ."""
     found = layers_by_geometry(args)
-    if len(found) == 1:
+    if _is_uniform(found):
         return next(iter(found))
     settings = ", ".join(f"{name}={getattr(args, name)}" for name in PER_LAYER if is_per_layer(getattr(args, name)))
     raise ConfigError(
@@ -62,13 +65,32 @@ def only_head_geometry(args: Any) -> HeadGeometry:
     )
 
 
-def described(found: Dict[HeadGeometry, List[int]]) -> str:
+def mixed_layers(args: Any) -> List[int]:
+    """The numbers of the layers whose heads are of several widths."""
+    found = layers_by_geometry(args).items()
+    return sorted(number for geometry, numbers in found if len(geometry.groups) > 1 for number in numbers)
+
+
+def has_uniform_heads(args: Any) -> bool:
+    """All heads of all layers have one geometry."""
+    return _is_uniform(layers_by_geometry(args))
+
+
+def _is_uniform(found: Dict[AnyHeadGeometry, List[int]]) -> bool:
+    return sum(len(geometry.groups) for geometry in found) == 1
+
+
+def described(found: Dict[AnyHeadGeometry, List[int]]) -> str:
     """layers_by_geometry in words: "head_dim 64 with 4 kv heads in layers 0-3, head_dim 128 with ..."."""
     return ", ".join(
-        f"head_dim {geometry.head_dim} with {geometry.num_kv_heads} kv heads"
-        f"{' whose keys are values too' if geometry.shared_key_value else ''} in {layers_text(numbers)}"
+        f"{' and '.join(map(_heads_text, geometry.groups))} in {layers_text(numbers)}"
         for geometry, numbers in found.items()
     )
+
+
+def _heads_text(group: HeadGeometry) -> str:
+    shared = " whose keys are values too" if group.shared_key_value else ""
+    return f"head_dim {group.head_dim} with {group.num_kv_heads} kv heads{shared}"
 
 
 def is_per_layer(value: Any) -> bool:
@@ -76,15 +98,20 @@ def is_per_layer(value: Any) -> bool:
     return isinstance(value, (list, dict))
 
 
-def _geometry(args: Any, head_dim: Any, num_kv_heads: Any, shared_key_value: bool) -> HeadGeometry:
-    return HeadGeometry.from_config(
-        hidden_size=args.hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        rotary_pct=args.rotary_pct if args.pos_emb == "rotary" else None,
-        shared_key_value=shared_key_value,
+def _geometry(args: Any, head_dim: Any, num_kv_heads: Any, shared_key_value: bool) -> AnyHeadGeometry:
+    """head_dim: a number, None, or the Groups of a layer that has several."""
+    heads, build = (
+        args.num_attention_heads,
+        partial(
+            HeadGeometry.from_config,
+            hidden_size=args.hidden_size,
+            rotary_pct=args.rotary_pct if args.pos_emb == "rotary" else None,
+            shared_key_value=shared_key_value,
+        ),
     )
+    if isinstance(head_dim, tuple):
+        return mixed_geometry(head_dim, heads, num_kv_heads, build)
+    return build(num_attention_heads=heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
 
 
 def _shares_key_value(args: Any, number: int) -> bool:
@@ -118,14 +145,15 @@ def _layers_by_widths(args: Any) -> Dict[Tuple[Any, ...], List[int]]:
     return found
 
 
-def _values(name: str, value: Any, num_layers: int) -> List[int]:
-    """The setting's value in each layer. Raises ConfigError."""
+def _values(name: str, value: Any, num_layers: int) -> List[Any]:
+    """The setting's value in each layer: a number, or the Groups of a layer that has several. Raises ConfigError."""
     if isinstance(value, dict):
         problems = schedule_problems(name, value)
         if not problems:
             return [scheduled_width(value, number) for number in range(number_of_layers(num_layers))]
         raise ConfigError(problems)
-    values = expand(value, num_layers, cut_off=True)
+    items = [item for item in value if isinstance(item, dict)] if name == "head_dim" else []
+    values = expand([item for item in value if item not in items], num_layers, cut_off=True)
     odd = [item for item in values if type(item) is not int or item <= 0]
     if odd:
         raise ConfigError(
@@ -136,7 +164,8 @@ def _values(name: str, value: Any, num_layers: int) -> List[int]:
     problem = count_problem(name, values, num_layers)
     if problem:
         raise ConfigError(problem)
-    return values
+    groups = groups_by_layer(items, num_layers)
+    return [groups.get(number, width) for number, width in enumerate(values)]
 
 
 def mlp_geometry(args: Any, layer_number: int = 0) -> MLPGeometry:

@@ -35,7 +35,7 @@ def plain_args(save=None, load=None, geometry=None, **settings):
         rotary_denominator_scale=None,
         lora=None,
         head_geometry=lambda layer_number=0: numbers,
-        attention_scale=lambda layer_number=0: numbers.default_softmax_scale,
+        attention_scale=lambda layer_number=0, group=0: numbers.default_softmax_scale,
     )
     for key, value in settings.items():
         setattr(args, key, value)

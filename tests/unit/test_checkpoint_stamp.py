@@ -48,7 +48,7 @@ def test_softmax_scale_and_row_order_are_compared(tmp_path):
     args = plain_args(geometry=WIDE_NON_DIVISIBLE)
     write_stamp(args, str(tmp_path))
     with pytest.raises(CheckpointError, match="softmax_scale: 0.204.* in the checkpoint, 0.5 in the config"):
-        check_stamp(plain_args(geometry=WIDE_NON_DIVISIBLE, attention_scale=lambda layer: 0.5), str(tmp_path))
+        check_stamp(plain_args(geometry=WIDE_NON_DIVISIBLE, attention_scale=lambda layer, group: 0.5), str(tmp_path))
     text = (tmp_path / STAMP_FILE).read_text()
     (tmp_path / STAMP_FILE).write_text(text.replace("per_rank", "per_group"))
     with pytest.raises(CheckpointError, match="QKV row order: per_group in the checkpoint, per_rank here"):

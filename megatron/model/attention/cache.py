@@ -4,7 +4,7 @@ A layer with a window keeps no more tokens than a query can see. Batches of prom
 generator's business; the cache is rectangular and causal by position.
 """
 
-from typing import Iterable, Optional, Tuple
+from typing import Iterable, Optional, Sequence, Tuple
 
 import torch
 
@@ -14,7 +14,7 @@ from megatron.model.attention.cache_formats import TokenRing, bytes_per_head, ca
 
 
 def cached_key_heads(neox_args, layer_number: int, partition: HeadGeometry) -> int:
-    """Heads in the cached keys of one rank, whose share of the layer's geometry is `partition`.
+    """Heads in the cached keys of one rank, whose share of the layer's geometry (or of a group's) is `partition`.
 
     The joint qk-layernorm has a scale per *query* head, so with grouped queries one kv head's keys differ from query
     head to query head after it, and all of them are cached. Otherwise the keys are those of the kv heads.
@@ -42,11 +42,12 @@ def is_te_attention(neox_args) -> bool:
 def layer_cache_bytes(neox_args, layer_number: int, model_parallel_size: int, batch_size: int, max_tokens: int) -> int:
     """Bytes of one layer's cache on one of model_parallel_size ranks."""
     partition = neox_args.head_geometry(layer_number).shard(model_parallel_size)
-    heads = cached_key_heads(neox_args, layer_number, partition) + partition.num_kv_heads
     form = cache_format(neox_args.kv_cache_dtype, neox_args.params_dtype)
     window = None if is_te_attention(neox_args) else neox_args.layer_attention(layer_number).window
-    tokens = cached_tokens(max_tokens, window)
-    return tokens * batch_size * heads * bytes_per_head(form, partition.head_dim)
+    tokens = cached_tokens(max_tokens, window) * batch_size
+    heads = [cached_key_heads(neox_args, layer_number, group) + group.num_kv_heads for group in partition.groups]
+    widths = [bytes_per_head(form, group.head_dim) for group in partition.groups]
+    return tokens * sum(count * width for count, width in zip(heads, widths, strict=True))
 
 
 class LayerKVCache:
@@ -150,8 +151,30 @@ class LayerKVCache:
         return self._k.nbytes + self._v.nbytes
 
 
+class GroupsKVCache:
+    """The caches of a layer whose heads are of several widths, one for each group; all are given the same tokens."""
+
+    def __init__(self, groups: Sequence[LayerKVCache]):
+        self.groups = tuple(groups)
+
+    @property
+    def length(self) -> int:
+        """Tokens fed so far."""
+        return self.groups[0].length
+
+    @property
+    def nbytes(self) -> int:
+        """Allocated bytes of all groups."""
+        return sum(group.nbytes for group in self.groups)
+
+    def reset(self) -> None:
+        """Forget the tokens, keep the memory."""
+        for group in self.groups:
+            group.reset()
+
+
 class KVCache:
-    """One LayerKVCache for each transformer layer of this rank's pipeline stage, by layer number (0-based)."""
+    """The cache of each transformer layer of this rank's pipeline stage, by layer number (0-based)."""
 
     def __init__(self, neox_args, layer_numbers: Iterable[int], batch_size: int, max_tokens: int):
         """Allocates for this rank, as kv_cache_dtype (default params_dtype) on the current device."""
@@ -182,13 +205,18 @@ def _layer_cache(neox_args, number: int, batch_size: int, max_tokens: int):
         from megatron.model.transformer_engine.inference import te_layer_cache
 
         return te_layer_cache(neox_args, number, batch_size, max_tokens)
-    return LayerKVCache(
-        neox_args.head_geometry(number).shard(mpu.get_model_parallel_world_size()),
-        batch_size,
-        max_tokens,
-        neox_args.params_dtype,
-        mpu.current_device(),
-        key_heads_per_partition(neox_args, number),
-        neox_args.layer_attention(number).window,
-        neox_args.kv_cache_dtype,
-    )
+    partition = neox_args.head_geometry(number).shard(mpu.get_model_parallel_world_size())
+    groups = [
+        LayerKVCache(
+            group,
+            batch_size,
+            max_tokens,
+            neox_args.params_dtype,
+            mpu.current_device(),
+            cached_key_heads(neox_args, number, group),
+            neox_args.layer_attention(number).window,
+            neox_args.kv_cache_dtype,
+        )
+        for group in partition.groups
+    ]
+    return GroupsKVCache(groups) if len(groups) > 1 else groups[0]

@@ -23,17 +23,21 @@ from megatron.model.rotary import RotaryEmbedding
 class HeadGroup(nn.Module):
     """What a group of heads computes between the two projections, with the modules that belong to it.
 
-    geometry: the group's, over all ranks. function: what attention computes there, of NeoXArgs.layer_attention.
-
-    Raises ConfigError if the heads cannot be split, BackendError if the kernel asked for cannot run them.
+    Built in three steps by the attention, which has modules between them.
     """
 
-    def _set_up_heads(self, neox_args, layer_number: int, geometry: HeadGeometry, function) -> None:
-        """The numbers and the kernel; the modules follow with _build_norms and _build_positions."""
+    def _set_up_heads(self, neox_args, layer_number: int, number: int) -> None:
+        """The numbers and the kernel of a layer's group `number`.
+
+        Raises ConfigError if the heads cannot be split, BackendError if the kernel asked for cannot run them.
+        """
+        groups = neox_args.head_geometry(layer_number).groups
+        first = sum(group.num_attention_heads for group in groups[:number])
         self.layer_number = layer_number
-        self.geometry = geometry
-        self.partition = geometry.shard(mpu.get_model_parallel_world_size())
-        self.function = function
+        self.geometry = groups[number]
+        self.heads_of_layer = range(first, first + self.geometry.num_attention_heads)
+        self.partition = self.geometry.shard(mpu.get_model_parallel_world_size())
+        self.function = neox_args.layer_attention(layer_number, number)
         self.dropout_p = neox_args.attention_dropout
         self._set_score_arithmetic(neox_args)
         self.attention_type = neox_args.attention_config[layer_number]
@@ -54,12 +58,13 @@ class HeadGroup(nn.Module):
         self.v_norm = build_v_norm(neox_args, self.geometry) if self.function.v_norm else None
 
     def _build_positions(self, neox_args, rpe: Optional[ParallelRelativePositionBias]) -> None:
+        """rpe is a module of the attention's, of which this is a group."""
         self.pos_emb = neox_args.pos_emb
-        self.rpe = rpe
+        self._rpe = [rpe]  # in a list, which does not make it a module of this one
         if self.pos_emb == "rpe" and rpe is None:
             raise ValueError("pos_emb=rpe: pass the ParallelRelativePositionBias that all layers share")
         if self.pos_emb == "alibi":
-            self.alibi_embed = AliBi(self.geometry.num_attention_heads)
+            self.alibi_embed = AliBi(neox_args.num_attention_heads, self.heads_of_layer)
         self.rotary_emb = None
         if self.function.rotary is not None:
             buffer_dtype = neox_args.params_dtype if neox_args.rotary_save_freqs_buffer else None
@@ -118,8 +123,10 @@ class HeadGroup(nn.Module):
         """[n, s, t]; the first of the keys by position is at index oldest_key, see LayerKVCache.append."""
         if self.pos_emb == "alibi":
             bias = self.alibi_embed(query_tokens, key_tokens, offset, device)
-        elif self.rpe is not None:
-            bias = self.rpe(query_tokens, key_tokens, offset, device) * relative_position_scale(self.geometry)
+        elif self.pos_emb == "rpe":
+            bias = self._rpe[0](query_tokens, key_tokens, offset, device) * relative_position_scale(self.geometry)
+            if len(bias) > self.partition.num_attention_heads:  # of all the layer's heads, which are all on this rank
+                bias = bias[self.heads_of_layer.start : self.heads_of_layer.stop]
         else:
             return None
         return bias.roll(oldest_key, dims=-1) if oldest_key else bias

@@ -1,15 +1,18 @@
 """Tensor-parallel self-attention with a head_dim of its own.
 
-One path: project -> split -> qk norm -> position -> cache -> core -> dense; what is between the projections is in
+One path: project -> split -> norms -> position -> cache -> core -> dense; what is between the projections is in
 heads.py.
 Letters: s query tokens, b batch, h hidden, n query heads, m kv heads (of this rank), d head_dim.
 """
 
-from typing import Optional, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 import torch
+from torch import nn
 
+from megatron import mpu
 from megatron.geometry import HeadGeometry, QKVLayout
+from megatron.mixed_geometry import AnyHeadGeometry
 from megatron.model.attention.cache import LayerKVCache, key_heads_per_partition
 from megatron.model.attention.heads import HeadGroup
 from megatron.model.init_functions import get_init_methods
@@ -19,6 +22,10 @@ from megatron.model.positional_embeddings import ParallelRelativePositionBias
 
 class ParallelSelfAttention(HeadGroup):
     """Causal self-attention; heads are split over the model-parallel ranks.
+
+    Most layers have one group of heads, which is the attention itself: `head_groups`. Heads of several widths are in
+    `groups`, each of which takes its own rows of the projection and has its own norms, positions, scale and cache; what
+    all give, side by side, goes through one output projection. Such a layer has no head_dim, kernel or norms itself.
 
     layer_number is 0-based. rpe is the relative position bias that all layers share. parallel_output True leaves the
     output projection unreduced, for a residual form that reduces once.
@@ -36,15 +43,28 @@ class ParallelSelfAttention(HeadGroup):
         parallel_output: bool = False,
     ):
         super().__init__()
-        function = neox_args.layer_attention(layer_number)
-        self._set_up_heads(neox_args, layer_number, neox_args.head_geometry(layer_number), function)
+        self.layer_number = layer_number
+        self.geometry = neox_args.head_geometry(layer_number)
+        self.partition = self.geometry.shard(mpu.get_model_parallel_world_size())
         self.key_heads_per_partition = key_heads_per_partition(neox_args, layer_number)
+        several = self.geometry.groups if len(self.geometry.groups) > 1 else ()
+        self.groups = nn.ModuleList(HeadGroup() for _ in several) if several else None
+        for number, group in enumerate(self.head_groups):
+            group._set_up_heads(neox_args, layer_number, number)
         # In GPT-NeoX's order: an optimizer state in a checkpoint knows its parameters by their order only.
         default_init, default_output_init = get_init_methods(neox_args)
-        self._build_norms(neox_args)
+        for group in self.head_groups:
+            group._build_norms(neox_args)
         self._build_query_key_value(neox_args, init_method or default_init)
-        self._build_positions(neox_args, rpe)
+        self.rpe = rpe
+        for group in self.head_groups:
+            group._build_positions(neox_args, rpe)
         self._build_dense(neox_args, output_layer_init_method or default_output_init, parallel_output)
+
+    @property
+    def head_groups(self) -> Sequence[HeadGroup]:
+        """The groups of heads of one width."""
+        return (self,) if self.groups is None else self.groups
 
     # GPT-NeoX's names for the widths.
     @property
@@ -107,6 +127,7 @@ class ParallelSelfAttention(HeadGroup):
             init_method=init_method,
             skip_bias_add=True,
             parallel_output=parallel_output,
+            column_groups=dense_column_groups(self.geometry),
             sequence_parallel=neox_args.sequence_parallel,
         )
 
@@ -119,14 +140,33 @@ class ParallelSelfAttention(HeadGroup):
         and (unless parallel_output) output is this rank's part of the sequence.
         """
         rows, _ = self.query_key_value(hidden_states)  # [s, b, (n + 2m)·d of all ranks / p]
-        return self.dense(self._context(rows, kv_cache))  # [s, b, n·d] -> [s, b, h]
+        if self.groups is None:
+            return self.dense(self._context(rows, kv_cache))  # [s, b, n·d] -> [s, b, h]
+        caches = [None] * len(self.groups) if kv_cache is None else kv_cache.groups
+        parts = zip(self.groups, rows.split(self._rows_of_groups(), dim=-1), caches, strict=True)
+        return self.dense(torch.cat([group._context(rows, cache) for group, rows, cache in parts], dim=-1))
+
+    def _rows_of_groups(self) -> List[int]:
+        """How many rows of the QKV projection each group has on this rank."""
+        rank, ranks = mpu.get_model_parallel_rank(), mpu.get_model_parallel_world_size()
+        return [sum(mpu.share_sizes(_row_groups(group), rank, ranks)) for group in self.geometry.groups]
 
 
-def qkv_row_groups(geometry: HeadGeometry):
+def qkv_row_groups(geometry: AnyHeadGeometry) -> Optional[List[int]]:
     """Row blocks of the whole QKV weight that are split over ranks one by one, or None for a plain row split.
 
     With fewer key/value heads than ranks, the ranks that share a head have a piece of its rows each: `own_heads`.
     """
-    if geometry.qkv_layout is QKVLayout.PER_RANK:
-        return geometry.qkv_parts
-    return None
+    blocks = [rows for group in geometry.groups for rows in _row_groups(group)]
+    return blocks if len(blocks) > 1 else None
+
+
+def _row_groups(group: HeadGeometry) -> List[int]:
+    return group.qkv_parts if group.qkv_layout is QKVLayout.PER_RANK else [group.qkv_hidden_size]
+
+
+def dense_column_groups(geometry: AnyHeadGeometry) -> Optional[List[int]]:
+    """Column blocks of the whole output projection that are split one by one, or None for a plain split: a rank has
+    whole heads of each group."""
+    blocks = [group.query_hidden_size for group in geometry.groups]
+    return blocks if len(blocks) > 1 else None

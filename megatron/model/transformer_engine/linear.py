@@ -109,12 +109,13 @@ class TERowParallelLinear(_TELinear):
         input_is_parallel: bool = True,
         skip_bias_add: bool = False,
         parallel_output: bool = False,
+        column_groups: Optional[List[int]] = None,
         sequence_parallel: bool = False,
         seq_dim: int = 0,
     ):
         if sequence_parallel and not input_is_parallel:
             raise ValueError("sequence_parallel needs input_is_parallel: the input cannot be split twice")
-        weight = mpu.create_parameter(neox_args, (output_size, input_size), init_method, 1)
+        weight = mpu.create_parameter(neox_args, (output_size, input_size), init_method, 1, column_groups)
         super().__init__(neox_args, weight, bias, True, sequence_parallel)
         self.input_size = input_size
         self.output_size = output_size

@@ -59,7 +59,9 @@ class NeoXArgsModel:
     [[64, 4], [128, 8]] or [[[64, 64, 128], "all"]] ("all": over all layers, cut off at the last one); or a plain list
     with one width for each layer; or {schedule: progressive, base: 64, exponent: 0.3, multiple_of: 8}, which is base x
     (layer + 1) ^ exponent, layers counted from 0, rounded to the nearest multiple of multiple_of (halfway upwards; at
-    least one multiple)."""
+    least one multiple). And heads of one layer can differ: {layer: 4, groups: [[64, 2], [256, 2]]} at the end of such a
+    list, for one layer or a list of layers, instead of what the list gives them, with [width, query heads] or [width,
+    query heads, key/value heads] for each group. See docs/widths.md."""
 
     softmax_scale: Optional[float] = None
     """Factor on the query-key products before the softmax, the same for every attention kernel. Null: head_dim ** -0.5.
