@@ -218,6 +218,23 @@ def test_refuses_what_a_kind_of_layer_cannot_do(monkeypatch, values, named):
 @pytest.mark.parametrize(
     "values",
     [
+        dict(head_dim=[[16, 1], [32, 1]]),
+        dict(head_dim=dict(schedule="progressive", base=16, exponent=0.5, multiple_of=2)),
+        dict(num_kv_heads=[4, 2]),
+    ],
+    ids=str,
+)
+def test_widths_by_layer_are_refused_by_name(monkeypatch, values):
+    """What this project takes: tiny_args does not raise."""
+    tiny_args(hidden_size=64, num_attention_heads=4, **values)
+    ((name, value),) = values.items()
+    (problem,) = load_placed(monkeypatch, "validation").head_dim_problems(configured(**values))
+    assert problem.startswith(f"{name}={value}: widths by layer are not in GPT-NeoX")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
         dict(hidden_size=80, num_attention_heads=6),  # GPT-NeoX refuses it, or has no such heads
         dict(rotary_pct=0.3),
         dict(num_attention_heads=3, model_parallel_size=2),

@@ -14,6 +14,8 @@ WITHOUT_HEADS = ("gmlp", "amlp", "rwkv", "mamba")
 """Kinds of layers (attention_config) whose widths have nothing to do with head_dim."""
 DENSE = ("global", "flash")
 """Kinds of attention that can be told a scale. Those of DeepSpeed's sparse attention take head_dim ** -0.5."""
+BY_LAYER = (list, dict)
+"""How settings are written that have a value for each layer."""
 FLASH_MAX_HEAD_DIM = 256
 FLASH_HEAD_DIM_MULTIPLE = 8
 
@@ -28,7 +30,7 @@ def check_head_dim(neox_args) -> None:
 def head_dim_problems(neox_args) -> List[str]:
     """One message for each problem: setting=value, what is wrong, what to do."""
     given = (neox_args.head_dim, neox_args.softmax_scale, neox_args.qk_norm_type)
-    problems = _type_problems(*given)
+    problems = _type_problems(*given) + _by_layer_problems(neox_args)
     if problems:
         return problems
     if any(value is not None for value in given):
@@ -36,9 +38,18 @@ def head_dim_problems(neox_args) -> List[str]:
     return problems + _mup_problems(neox_args) + _te_problems(neox_args)
 
 
+def _by_layer_problems(neox_args) -> List[str]:
+    return [
+        f"{name}={getattr(neox_args, name)}: widths by layer are not in GPT-NeoX, whose layers all have the same "
+        "heads; give one number"
+        for name in ("head_dim", "num_kv_heads")
+        if isinstance(getattr(neox_args, name), BY_LAYER)
+    ]
+
+
 def _type_problems(head_dim, softmax_scale, qk_norm_type) -> List[str]:
     problems = []
-    if head_dim is not None and (type(head_dim) is not int or head_dim <= 0):
+    if head_dim is not None and not isinstance(head_dim, BY_LAYER) and (type(head_dim) is not int or head_dim <= 0):
         problems.append(
             f"head_dim={head_dim!r} must be a positive whole number, the width of one attention head; leave it out for "
             "hidden_size / num_attention_heads"
