@@ -15,6 +15,7 @@ from tests.helpers.geometries import MQA, WIDE_NON_DIVISIBLE
 LOOK = 2
 MODELS = {
     "gqa": dict(WIDE_NON_DIVISIBLE, norm="rmsnorm", activation="swiglu", ffn_hidden_size=52, use_qk_layernorm=True),
+    "by_layer": dict(WIDE_NON_DIVISIBLE, head_dim=[16, 40], num_kv_heads=[[6, 1], [2, 1]]),
     "mqa_alibi": dict(MQA, num_attention_heads=4, pos_emb="alibi"),
 }
 LAYOUTS = {
@@ -23,7 +24,7 @@ LAYOUTS = {
     "dp2 zero1": dict(zero_optimization={"stage": 1}),
     "dp2 zero3": dict(zero_optimization={"stage": 3}),
 }
-RUNS = [*(("gqa", layout) for layout in LAYOUTS), ("mqa_alibi", "tp2")]
+RUNS = [*(("gqa", layout) for layout in LAYOUTS), ("by_layer", "tp2"), ("by_layer", "pp2"), ("mqa_alibi", "tp2")]
 """At two ranks the one key/value head of the second is shared."""
 
 
@@ -88,7 +89,36 @@ def test_every_head_has_every_figure(reports, model):
     for layer in reports[model]["layers"]:
         assert wanted <= set(layer["figures"])
         assert all(len(values) == heads and np.isfinite(values).all() for values in layer["figures"].values())
-        assert ("rotary_share" in layer["figures"]) == (model == "gqa")
+        assert ("rotary_share" in layer["figures"]) == (model != "mqa_alibi")
+
+
+def test_widths_are_each_layers_own(reports):
+    """By layer: head_dim, and ranks of a head's circuits up to it."""
+    layers = reports["by_layer"]["layers"]
+    assert [layer["head_dim"] for layer in layers] == [16, 40]
+    for layer in layers:
+        most = layer["head_dim"]
+        ranks = layer["figures"]["qk_rank"] + layer["figures"]["ov_rank"]
+        assert 0.5 * most < max(ranks) <= most + 1e-3
+
+
+def test_spectra_are_as_long_as_a_head_is_wide(tmp_path):
+    from megatron.head_diagnostics import HeadDiagnostics
+    from megatron.head_diagnostics.picture import draw_report
+    from megatron.model.gpt2_model import GPT2ModelSequential
+    from tests.helpers.configs import tiny_args
+
+    model = GPT2ModelSequential(tiny_args(**MODELS["by_layer"]))
+    diagnostics = HeadDiagnostics(model, tokens=9, spectra=True)
+    diagnostics.begin()
+    model((torch.zeros(1, 9, dtype=torch.int64), torch.arange(9)[None]))
+    diagnostics.measure(gradients=False)
+    report = diagnostics.report()
+    for layer, width in zip(report.layers, (16, 40), strict=True):
+        for name, length in (("qk", width), ("ov", width), ("attention", 9)):
+            assert [len(values) for values in layer.spectra[name]] == [length] * 6, name
+    draw_report(report, str(tmp_path / "heads.png"), "by layer")
+    assert (tmp_path / "heads.png").stat().st_size > 10_000
 
 
 def test_figures_are_those_of_the_model(tmp_path):
