@@ -21,7 +21,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Returns 0, 1 if a run failed, 130 if it was interrupted."""
+    """Returns 0, 1 if a run failed, 128 + the signal's number if one ended it."""
     from tools.ending import sigterm_as_exit
     from tools.head_dim.sweep import report
     from tools.head_dim.sweep.study import load_study
@@ -44,9 +44,9 @@ def run(options: argparse.Namespace) -> int:
                     discard_changed=options.discard_changed,
                     keep_checkpoints=options.keep_checkpoints,
                 )
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit) as stop:
             print(f"stopped; the same command goes on from what is in {out}", file=sys.stderr)
-            return 128 + signal.SIGINT
+            return stop.code if isinstance(stop, SystemExit) else 128 + signal.SIGINT
     files = report.write(results, out)
     report.show(results)
     print(f"written: {', '.join(files)}")
