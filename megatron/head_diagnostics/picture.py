@@ -16,7 +16,7 @@ TITLES = {
     "gradient_norm": "gradient norm",
     "score_std": "spread of the scores",
     "score_max": "largest score",
-    "entropy": "entropy of attention, nats",
+    "score_rank": "effective rank of the scores",
     "entropy_share": "entropy / largest possible",
     "attention_rank": "effective rank of attention",
     "first_token": "weight on the first token",

@@ -8,7 +8,7 @@ from typing import Dict, Optional
 
 import torch
 
-from megatron.head_diagnostics.ranks import effective_rank, singular_values
+from megatron.head_diagnostics.ranks import effective_rank, product_singular_values, singular_values
 from megatron.model.attention.core.masks import hidden_keys
 
 
@@ -44,6 +44,7 @@ def score_figures(sample: LayerSample, weights: torch.Tensor, output_weight: tor
     layer's output projection [h, n·d].
 
     score_std, score_max: spread and largest magnitude of the scaled scores that queries see, with bias, before the cap.
+    score_rank: effective rank of the matrix of all query-key products, min(s, d) at most; no bias, no mask.
     entropy: of the weights, nats, mean over queries; entropy_share: of the most it could be, log(visible keys).
     attention_rank: effective rank of the matrix of weights. first_token: weight on the first token, mean over the
     other queries that see it. output_norm: length of what the head adds to the residual stream, mean over tokens.
@@ -51,6 +52,7 @@ def score_figures(sample: LayerSample, weights: torch.Tensor, output_weight: tor
     """
     figures = {
         **_score_sizes(sample),
+        "score_rank": _score_rank(sample),
         **_entropies(sample, weights),
         "attention_rank": effective_rank(singular_values(weights)),
         "first_token": _first_token(sample, weights),
@@ -95,6 +97,11 @@ def _visible(sample: LayerSample) -> torch.Tensor:
 def _score_sizes(sample: LayerSample) -> Dict[str, torch.Tensor]:
     seen = _scores(sample)[:, _visible(sample)]  # [n, pairs]
     return {"score_std": seen.std(-1, correction=0), "score_max": seen.abs().amax(-1)}
+
+
+def _score_rank(sample: LayerSample) -> torch.Tensor:
+    q = sample.q.float().transpose(0, 1)  # [n, s, d]
+    return effective_rank(product_singular_values(q, _for_queries(sample.k, q.shape[0]).mT))
 
 
 def _entropies(sample: LayerSample, weights: torch.Tensor) -> Dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from megatron.head_diagnostics.report import HeadReport, LayerReport, plain
 
 HEADS, WIDTH, TOKENS = 6, 24, 32
 SANE = {
-    "gradient_norm": 0.1, "score_std": 1.0, "score_max": 9.0, "entropy": 2.0, "entropy_share": 0.6,
+    "gradient_norm": 0.1, "score_std": 1.0, "score_max": 9.0, "score_rank": 11.0, "entropy": 2.0, "entropy_share": 0.6,
     "attention_rank": 14.0, "first_token": 0.1, "output_norm": 3.0, "rotary_share": 0.5, "qk_rank": 15.0,
     "ov_rank": 12.0, "qk_norm": 1.5, "ov_norm": 1.1,
 }  # fmt: skip

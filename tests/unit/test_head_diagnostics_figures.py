@@ -68,10 +68,12 @@ def one_head(sample, output_weight, head):
     to_first = [i for i in range(1, TOKENS) if sample.window is None or i <= sample.window]
     width = sample.q.shape[2]
     columns = output_weight[:, head * width : (head + 1) * width].double().numpy()
+    products = np.linalg.svd(q @ k.T, compute_uv=False)[: min(TOKENS, width)]
     rotated = [np.square(x[:, : sample.rotary_ndims]).sum() / np.square(x).sum() for x in (q, k)]
     return weights, {
         "score_std": np.std(seen),
         "score_max": np.abs(seen).max(),
+        "score_rank": rank_of(products),
         "entropy": np.mean(entropies),
         "entropy_share": np.mean(shares),
         "attention_rank": rank_of(np.linalg.svd(weights, compute_uv=False)),
