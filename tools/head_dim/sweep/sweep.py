@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Optional
 from tools.head_dim.sweep import data, records, results
 from tools.head_dim.sweep.plan import PlannedVariant, Run, plan, runs
 from tools.head_dim.sweep.progress import View
-from tools.head_dim.sweep.run import execute
+from tools.head_dim.sweep.runner import execute
 from tools.head_dim.sweep.study import Study
 
 DATA = "data"
