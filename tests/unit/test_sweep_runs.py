@@ -142,7 +142,7 @@ def test_a_killed_sweep_leaves_a_lock_with_its_runs_and_goes_on_after_them(place
     sweep = subprocess.Popen([sys.executable, "-c", SWEEP, str(runner.ROOT), place], cwd=root, stdout=subprocess.DEVNULL)
     try:
         _wait_for(lambda: len(records.log_of(place, runs[1])) >= 1, sweep)
-        (left,) = sweep.children()
+        (left,) = psutil.Process(sweep.pid).children()
         sweep.kill()
         sweep.wait()
         with pytest.raises(ConfigError, match="at work there"):
