@@ -14,6 +14,7 @@ import yaml
 import megatron
 from megatron.errors import CheckpointError, ConfigError
 from megatron.geometry import HeadGeometry
+from megatron.neox_arguments.derive import expand_layer_types
 from megatron.neox_arguments.lora import lora_settings
 from megatron.neox_arguments.per_layer import layers_text
 from megatron.neox_arguments.widths import head_geometry, layers_by_geometry
@@ -181,9 +182,10 @@ def _yaml_problems(neox_args, folder: str) -> List[str]:
     if not {"hidden_size", "num_attention_heads"} <= set(settings):
         return []
     ours = {"num_layers": neox_args.num_layers, "pos_emb": neox_args.pos_emb}
-    absent = {"num_kv_heads": None, "head_dim": None, "rotary_pct": 1.0, _STRETCH: None}
-    # Models with a shared_key_value have a stamp.
-    theirs = SimpleNamespace(**{**absent, **ours, **settings, "shared_key_value": False})
+    absent = {"num_kv_heads": None, "head_dim": None, "rotary_pct": 1.0, _STRETCH: None, "shared_key_value": False}
+    theirs = SimpleNamespace(**{**absent, **ours, **settings})
+    has_window = settings.get("sliding_window_width") is not None
+    theirs.layer_types = expand_layer_types(settings.get("layer_types"), theirs.num_layers, has_window)
     try:
         layers_by_geometry(theirs)
     except ConfigError as error:

@@ -11,6 +11,8 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 def older_keys(config: Mapping[str, Any]) -> Dict[str, Any]:
     """What to add to a config in transformers 5's spelling: dtype, windows and rotary numbers by former names."""
     keys: Dict[str, Any] = {"torch_dtype": config["dtype"]} if "dtype" in config else {}
+    if config["model_type"] == "gemma4_text":
+        return keys  # never had other names
     if config["model_type"] == "gemma3_text":
         keys.update(_window_pattern(config["layer_types"]))
     rotary = config.get("rope_parameters")

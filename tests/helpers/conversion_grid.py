@@ -62,6 +62,19 @@ TYPICAL: Dict[str, Dict[str, Any]] = {
             sliding_attention=dict(rope_type="default", rope_theta=LOCAL_BASE),
         ),
     ),
+    "gemma4_text": dict(
+        global_head_dim=40,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        final_logit_softcapping=9.0,
+        sliding_window=7,
+        layer_types=MIXED,
+        rope_parameters=dict(
+            full_attention=dict(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=BASE),
+            sliding_attention=dict(rope_type="default", rope_theta=LOCAL_BASE),
+        ),
+    ),
 }
 """What is said beside the geometry: what many of the family's models have."""
 PARTIAL = ("phi", "gpt_neox")
@@ -107,7 +120,7 @@ def measure_in(model_type: str, geometry: str, folder: Path) -> Cell:
 def _hf_model(model_type: str, geometry: str) -> nn.Module:
     config = hf_config_of(model_type, geometry)
     try:
-        return hf_model(config, zero_centered=model_type.startswith("gemma"))
+        return hf_model(config, zero_centered=model_type in ("gemma", "gemma2", "gemma3_text"))
     except TypeError as error:  # a class whose config leaves out what its model needs
         raise ConversionError(f"transformers cannot make a {model_type} without head_dim: {error}") from None
 
