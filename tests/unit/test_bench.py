@@ -113,8 +113,9 @@ def test_lines_of_different_groups_are_compared_by_way_of_the_limit():
 def test_the_training_targets_are_of_the_right_lines():
     names = (train_bench.LIMIT, train_bench.PEER, train_bench.PEER_TUNED, train_bench.FASTEST, train_bench.PART)
     group = _steps(**dict(zip((*names, train_bench.BY_HAND), (1.0, 4.4, 3.4, 2.0, 1.7, 1.92), strict=True)))
+    group[train_bench.PEER][0]["peak_rss"], group[train_bench.FASTEST][0]["peak_rss"] = 200, 90
     targets = train_bench.wanted("bfloat16", train_bench.Measured([group]))
-    assert [each.measured for each in targets] == pytest.approx([1.7, 2.2, 1.7, 0.04])
+    assert [each.measured for each in targets] == pytest.approx([1.7, 2.2, 1.7, 0.04, 0.45])
     assert all(each.met for each in targets)
 
 
@@ -187,33 +188,44 @@ def test_a_report_is_a_table_a_json_and_a_picture(tmp_path, capsys):
 
 
 def test_a_benchmark_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
-    monkeypatch.setitem(every.SHORT, "nowhere", [])
+    monkeypatch.setitem(every.SHORT, "nowhere", every.Short("nowhere", 1, []))
+    monkeypatch.setitem(every.SHORT, "long", every.Short("loss", 60, []))
+    monkeypatch.setitem(every.SHORT, "hanging", every.Short("hanging", 1, []))
     (tmp_path / "nowhere.json").write_text(json.dumps({"targets": [report.Target("old", 1.0, 1.0)._asdict()]}))
     found = [report.Target("kept", 1.0, 0.5)._asdict()]
 
-    def run(name, folder):
-        if name == "nowhere":
-            return real(name, folder)
-        (tmp_path / f"{name}.json").write_text(json.dumps({"targets": found}))
-        return dict(seconds=1.0, code=0)
+    def run(command, timeout):
+        if "tools.bench.nowhere_bench" in command:
+            return real(command, timeout=timeout)
+        if "tools.bench.hanging_bench" in command:
+            raise subprocess.TimeoutExpired(command, timeout)
+        (tmp_path / "loss.json").write_text(json.dumps({"targets": found}))
+        return subprocess.CompletedProcess(command, 0)
 
-    real = every.run
-    monkeypatch.setattr(every, "run", run)
-    assert every.main(["--only", "nowhere", "loss", "--out", str(tmp_path)]) == 1
-    rows = json.loads((tmp_path / "summary.json").read_text())["rows"]
-    assert [(row["benchmark"], row["target"], row["measured"], row[""]) for row in rows] == [
+    real = subprocess.run
+    monkeypatch.setattr(every.subprocess, "run", run)
+    monkeypatch.setitem(every.SHORT, "loss", every.Short("loss", 1, []))
+    arguments = ["--only", "nowhere", "hanging", "loss", "long", "--out", str(tmp_path), "--minutes", "0.5"]
+    assert every.main(arguments) == 1
+    content = json.loads((tmp_path / "summary.json").read_text())
+    assert [(row["benchmark"], row["target"], row["measured"], row[""]) for row in content["rows"]] == [
         ("loss", "kept", 0.5, "met")
     ]
+    results = [every.FAILED, every.CUT, "done", every.LATE]
+    assert [row["result"] for row in content["benchmarks"]] == results
+    assert every.main(["--only", "loss", "long", "--out", str(tmp_path), "--minutes", "0.5"]) == 0
 
 
 def test_every_short_form_is_a_benchmark_that_takes_its_arguments():
     folder = os.path.dirname(every.__file__)
-    assert all(os.path.exists(os.path.join(folder, f"{name}_bench.py")) for name in every.SHORT)
+    assert all(os.path.exists(os.path.join(folder, f"{short.module}_bench.py")) for short in every.SHORT.values())
+    assert sum(short.seconds for short in every.SHORT.values()) + every.MARGIN < 15 * 60
     for module in (train_bench, memory_bench, loss_bench, attention_bench):
         name = module.__name__.split(".")[-1].removesuffix("_bench")
-        with pytest.raises(SystemExit) as ended:
-            module.main([*every.SHORT[name], "--help"])
-        assert ended.value.code == 0
+        for short in (short for short in every.SHORT.values() if short.module == name):
+            with pytest.raises(SystemExit) as ended:
+                module.main([*short.arguments, "--help"])
+            assert ended.value.code == 0
 
 
 def test_attention_grows_linearly_or_not():

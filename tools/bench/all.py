@@ -1,10 +1,11 @@
 """Every benchmark that a CPU can run, in a short form, one after the other: `make bench`.
 
-    python -m tools.bench.all [--only NAME ...] [--out DIR]
+    python -m tools.bench.all [--only NAME ...] [--minutes 15] [--out DIR]
 
 Writes DIR/NAME*.json and pictures for each, and DIR/summary.json: what is wanted, what was measured, whether it is met.
 A benchmark that fails is named at the end, and the others run all the same; the exit code is then 1. A target that is
-missed is a finding, not a failure.
+missed is a finding, not a failure. It ends in the time that it is given: a benchmark that would take longer than what
+is left is not begun, and said not to have been.
 """
 
 import glob
@@ -13,53 +14,72 @@ import os
 import subprocess
 import sys
 import time
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
 from tools.bench import report
 from tools.ending import sigterm_as_exit
 
-SHORT: Dict[str, List[str]] = {
-    "train": ["--groups", "step"],
-    "memory": ["--lines", "transformers", "ours, compiled", "--repeats", "1"],
-    "loss": [],
-    "attention": [],
-    "decode": [],
-    "data": [],
-    "startup": [],
-    "scaling": [],
-    "convert": ["--model", "qwen3-0.6b", "--layers", "8"],
+
+class Short(NamedTuple):
+    """A short form: tools.bench.MODULE_bench with these arguments, and about how long it takes on two cores."""
+
+    module: str
+    seconds: int
+    arguments: List[str]
+
+
+SHORT: Dict[str, Short] = {
+    "train_bfloat16": Short("train", 150, ["--precision", "bfloat16", "--groups", "step"]),
+    "train_fp32": Short("train", 150, ["--precision", "fp32", "--groups", "short"]),
+    "decode": Short("decode", 210, []),
+    "loss": Short("loss", 60, ["--lines", "ours, fused", "ours, fused, two ranks", "--repeats", "1"]),
+    "memory_estimate": Short("memory", 75, ["--parts", "estimate"]),
+    "startup": Short("startup", 40, []),
+    "attention": Short("attention", 50, ["--repeats", "1"]),
+    "data": Short("data", 60, []),
+    "convert": Short("convert", 30, ["--model", "qwen3-0.6b", "--layers", "8"]),
+    "scaling": Short("scaling", 40, ["--only", "length"]),
 }
-"""Name -> the arguments of its short form; the module is tools.bench.NAME_bench."""
+"""By the name of what it writes, the most important first."""
+MARGIN = 10
+"""Seconds to write the summary in."""
+FAILED, CUT, LATE = "failed", "ended: no time left", "not run: no time left"
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Run them; returns 1 if one failed."""
     parser = report.parser(__doc__, "NAME")
     parser.add_argument("--only", nargs="+", choices=SHORT, default=list(SHORT), metavar="NAME", help="some of them")
+    parser.add_argument("--minutes", type=float, default=15, help="for all of them; default: %(default)s")
     options = parser.parse_args(arguments)
     os.makedirs(options.out, exist_ok=True)
-    took = {}
+    took, end = [], time.monotonic() + 60 * options.minutes - MARGIN
     with sigterm_as_exit():
         for name in options.only:
-            took[name] = run(name, options.out)
+            took.append(run(name, options.out, end - time.monotonic()))
     found = [target for name in options.only for target in targets(name, options.out)]
-    seconds = [
-        {"benchmark": name, "seconds": each["seconds"], "exit code": each["code"]} for name, each in took.items()
-    ]
-    report.show("benchmarks", seconds)
-    report.report(options.out, "summary", "targets", summary(found), benchmarks=seconds)
-    return 1 if any(each["code"] for each in took.values()) else 0
+    report.show("benchmarks", took)
+    report.report(options.out, "summary", "targets", summary(found), benchmarks=took)
+    return 1 if any(each["result"] == FAILED for each in took) else 0
 
 
-def run(name: str, folder: str) -> Dict[str, Any]:
-    """One benchmark in a process of its own."""
-    print(f"\n{name} ...", flush=True)
+def run(name: str, folder: str, left: float) -> report.Row:
+    """One benchmark in a process of its own, which has `left` seconds."""
+    short = SHORT[name]
+    print(f"\n{name}: about {short.seconds} s on two cores, {max(left, 0):.0f} s left", flush=True)
+    if short.seconds > left:
+        return {"benchmark": name, "seconds": 0.0, "result": LATE}
     for old in result_files(name, folder):
         os.remove(old)  # so that a failure does not show an older run
     start = time.monotonic()
-    command = [sys.executable, "-m", f"tools.bench.{name}_bench", *SHORT[name], "--out", folder]
-    code = subprocess.run(command).returncode
-    return dict(seconds=time.monotonic() - start, code=code)
+    command = [sys.executable, "-m", f"tools.bench.{short.module}_bench", *short.arguments, "--out", folder]
+    try:
+        result = "done" if subprocess.run(command, timeout=left).returncode == 0 else FAILED
+    except subprocess.TimeoutExpired:
+        result = CUT
+    row = {"benchmark": name, "seconds": time.monotonic() - start, "result": result}
+    print(f"{name}: {result}, {row['seconds']:.0f} s", flush=True)
+    return row
 
 
 def targets(name: str, folder: str) -> List[Dict[str, Any]]:
@@ -81,7 +101,7 @@ def summary(found: Sequence[Dict[str, Any]]) -> List[report.Row]:
 
 
 def result_files(name: str, folder: str) -> List[str]:
-    """Where a benchmark has written its figures: NAME.json and NAME_PART.json."""
+    """Where a benchmark has written its figures: NAME.json, and NAME_PART.json where it is of several parts."""
     return sorted(glob.glob(os.path.join(folder, f"{name}.json")) + glob.glob(os.path.join(folder, f"{name}_*.json")))
 
 

@@ -22,6 +22,7 @@ from tools.bench.workers import RETURNING_MALLOC, Worker, median
 
 HIDDEN, BATCH, TOKENS = 512, 4, 512
 PEER, WHOLE, FUSED, FUSED_TP = "transformers", "ours, whole logits", "ours, fused", "ours, fused, two ranks"
+LINES = (PEER, WHOLE, FUSED, FUSED_TP)
 WANTED = 0.2
 Settings = Dict[str, Any]
 Step = Callable[[], Dict[str, float]]
@@ -33,12 +34,13 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--vocabulary", type=int, default=151936, help="Qwen3's by default")
     parser.add_argument("--precision", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16", "float32"])
     parser.add_argument("--chunk", type=int, default=512, help="tokens whose logits exist at one time")
+    parser.add_argument("--lines", nargs="+", choices=LINES, default=LINES, metavar="LINE", help="of ours, which")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args(arguments)
     rows, targets = [], []
     for precision in options.precision:
         given = dict(vocabulary=options.vocabulary, precision=precision, chunk=options.chunk)
-        found = {name: measured(name, given, options.repeats) for name in (PEER, WHOLE, FUSED, FUSED_TP)}
+        found = {name: measured(name, given, options.repeats) for name in LINES if name in (PEER, *options.lines)}
         peer = found[PEER]["bytes"]
         for name, each in found.items():
             line = {
@@ -47,7 +49,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
                 "x transformers": each["bytes"] / peer,
             }
             rows.append({**line, "loss": each["loss"]})
-        for name in (FUSED, FUSED_TP):
+        for name in (name for name in found if name in (FUSED, FUSED_TP)):
             goal = f"{precision}: memory of the loss / transformers', {name.removeprefix('ours, ')}"
             targets.append(report.Target(goal, WANTED, found[name]["bytes"] / peer))
     title = f"output layer and loss, {options.vocabulary} tokens"

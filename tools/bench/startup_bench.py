@@ -4,6 +4,8 @@
 
 Every command is a process of its own, started through the command line that a user types, all in turn. Below them
 stand what Python alone and the import of torch and DeepSpeed take, which no training run can be faster than.
+The preset is checked with `tools.head_dim verify`, which needs no torch; `plan`, which says what each kernel of this
+machine does with the heads, imports it and takes as long as that does.
 """
 
 import os
@@ -23,7 +25,7 @@ DEMO = "configs/demo/qwen3-tiny-cpu.yml"
 PRESET = "configs/qwen3/qwen3-4B.yml"
 FIRST_STEP = "iteration 1/"
 """How the console's line of the first step begins; see megatron/logging/console.py."""
-HELP, CHECK, TRAIN = "deepy.py --help", "tools.head_dim plan PRESET", "deepy.py train.py DEMO, first step"
+HELP, CHECK, TRAIN = "deepy.py --help", "tools.head_dim verify PRESET", "deepy.py train.py DEMO, first step"
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _ENVIRONMENT = {"DS_ACCELERATOR": "cpu"}
 
@@ -50,7 +52,7 @@ def commands(folder: str) -> Dict[str, List[str]]:
     return {
         "python, nothing": ["-c", "pass"],
         HELP: ["deepy.py", "--help"],
-        CHECK: ["-m", "tools.head_dim", "plan", PRESET],
+        CHECK: ["-m", "tools.head_dim", "verify", PRESET],
         "import torch, deepspeed": ["-c", "import torch, deepspeed"],
         TRAIN: ["deepy.py", "train.py", first_step_config(folder)],
     }

@@ -51,19 +51,22 @@ LINES: Dict[str, Line] = {
 }
 GROUPS = {
     "step": (LIMIT, PEER, PEER_TUNED, FASTEST, PART, BY_HAND),
+    "short": (LIMIT, PEER, FASTEST, PART),
     "eager": (LIMIT, PEER_PART, EAGER, EAGER_PART),
     "other": (LIMIT, LIMIT_UNTUNED, EAGER_UNTUNED, PIPELINE),
 }
 """What is measured in turn; more at a time would take more memory than many machines have."""
 WANTED = {"bfloat16": (1.8, 2.2, 1.7), "fp32": (1.4, 1.25, None)}
 """Forward and backward / limit at most; tokens/s of the step / transformers' at least, and with the same malloc."""
+MEMORY = 0.55
+"""Peak memory of the step / transformers' at most."""
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Run the benchmark."""
     parser = report.parser(__doc__, "train_PRECISION")
     parser.add_argument("--precision", nargs="+", choices=WANTED, default=list(WANTED))
-    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=["step", "eager", "other"])
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args(arguments)
     for precision in options.precision:
@@ -140,6 +143,9 @@ def wanted(precision: str, measured: Measured) -> List[report.Target]:
         report.Target(f"{precision}: step, tokens/s x transformers", peer, measured.ratio(PEER, FASTEST), most=False),
         report.Target(f"{precision}: DeepSpeed's and the loop's share of the step", 0.05, overhead),
     ]
+    if PEER in measured.names and FASTEST in measured.names:
+        ours, theirs = (median(measured.figures(name), "peak_rss") for name in (FASTEST, PEER))
+        targets.append(report.Target(f"{precision}: peak memory of the step / transformers'", MEMORY, ours / theirs))
     if same is not None:
         name = f"{precision}: the same, both with tuned malloc"
         targets.insert(2, report.Target(name, same, measured.ratio(PEER_TUNED, FASTEST), most=False))
