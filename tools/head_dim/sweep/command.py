@@ -17,13 +17,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="prepare the data and print the plan; train nothing")
     parser.add_argument("--report-only", action="store_true", help="train nothing; report what is there")
     parser.add_argument("--discard-changed", action="store_true", help="train runs anew that had other settings")
+    parser.add_argument("--docs", action="store_true", help="put the report of a study that ships into docs")
     parser.add_argument("--keep-checkpoints", action="store_true", help="of finished runs too, in runs/*/*/checkpoints")
 
 
 def run(options: argparse.Namespace) -> int:
     """Returns 0, 1 if a run failed, 128 + the signal's number if one ended it."""
     from tools.ending import sigterm_as_exit
-    from tools.head_dim.sweep import report
+    from tools.head_dim.sweep import page, report
     from tools.head_dim.sweep.study import load_study
     from tools.head_dim.sweep.sweep import Sweep, run_study
 
@@ -48,6 +49,8 @@ def run(options: argparse.Namespace) -> int:
             print(f"stopped; the same command goes on from what is in {out}", file=sys.stderr)
             return stop.code if isinstance(stop, SystemExit) else 128 + signal.SIGINT
     files = report.write(results, out)
+    if options.docs:
+        files += page.publish(options.study, out)
     report.show(results)
     print(f"written: {', '.join(files)}")
     return 1 if any(each["status"] == "failed" for each in results["runs"]) else 0

@@ -1,7 +1,7 @@
 """A study's pictures, from its summary."""
 
 import os
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List
 
 import matplotlib
 
@@ -21,26 +21,29 @@ MARKERS = "osD^vPX"
 
 def draw(summary: Dict[str, Any], folder: str, prefix: str = "") -> Dict[str, str]:
     """{what: path} of the PNGs that could be drawn: curves, ranking, costs, heads."""
-    painters: Dict[str, Callable[[Dict[str, Any]], Optional[Figure]]] = {
-        "curves": curves,
-        "ranking": ranking,
-        "costs": costs,
-        "heads": heads,
-    }
     written = {}
-    for name, paint in painters.items():
-        figure = paint(summary)
-        if figure is not None:
-            written[name] = os.path.join(folder, f"{prefix}{name}.png")
-            figure.savefig(written[name], dpi=DPI)
-            plt.close(figure)
+    for name in drawn(summary):
+        figure = PAINTERS[name](summary)
+        written[name] = os.path.join(folder, f"{prefix}{name}.png")
+        figure.savefig(written[name], dpi=DPI)
+        plt.close(figure)
     return written
 
 
-def curves(summary: Dict[str, Any]) -> Optional[Figure]:
+def drawn(summary: Dict[str, Any]) -> List[str]:
+    """Which pictures there is something for."""
+    variants = summary["variants"]
+    there = {
+        "curves": any(each["train"]["step"] for each in variants),
+        "ranking": bool(summary["ranking"]),
+        "costs": any(each["tokens_per_second"] for each in variants),
+        "heads": any(each["heads"]["figures"] for each in variants),
+    }
+    return [name for name in PAINTERS if there[name]]
+
+
+def curves(summary: Dict[str, Any]) -> Figure:
     """Training and validation loss: a line for the mean over seeds in a band from the least to the most."""
-    if not any(each["train"]["step"] for each in summary["variants"]):
-        return None
     figure, panels = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
     colours = _colours(summary["variants"])
     for axis, key, title in zip(panels, ("train", "validation"), ("training", "validation"), strict=True):
@@ -72,11 +75,9 @@ def _from_the_fall(axis: Axes, shown: List[Dict[str, List[float]]]) -> None:
         axis.set_ylim(low - room, max(late) + room)
 
 
-def ranking(summary: Dict[str, Any]) -> Optional[Figure]:
+def ranking(summary: Dict[str, Any]) -> Figure:
     """The last validation losses, best above, and their differences to the baseline."""
     rows = summary["ranking"]
-    if not rows:
-        return None
     baseline = summary["study"]["baseline"]
     of = {each["name"]: each["last_validation"] for each in summary["variants"]}
     figure, panels = plt.subplots(1, 2, figsize=(12, 1.4 + 0.42 * len(rows)), sharey=True, layout="constrained")
@@ -105,11 +106,9 @@ def _mean_and_dots(axis: Axes, place: float, middle: float, interval: Any, value
     axis.plot(values, [place] * len(values), marker="o", color="#c44e52", markersize=4, linestyle="", zorder=3)
 
 
-def costs(summary: Dict[str, Any]) -> Optional[Figure]:
+def costs(summary: Dict[str, Any]) -> Figure:
     """Speed and memory as measured, parameters and FLOPs as counted."""
     variants = summary["variants"]
-    if not any(each["tokens_per_second"] for each in variants):
-        return None
     shown = {
         "tokens/s, measured": [each["tokens_per_second"] for each in variants],
         "peak resident memory, MiB, measured": [[rss / MIB for rss in each["peak_rss_bytes"]] for each in variants],
@@ -120,7 +119,7 @@ def costs(summary: Dict[str, Any]) -> Optional[Figure]:
     return _panels(shown, [each["name"] for each in variants], columns=3, zero=True)
 
 
-def heads(summary: Dict[str, Any]) -> Optional[Figure]:
+def heads(summary: Dict[str, Any]) -> Figure:
     """What the heads did at the last look."""
     looked = [each for each in summary["variants"] if each["heads"]["figures"]]
     shown = {
@@ -128,7 +127,15 @@ def heads(summary: Dict[str, Any]) -> Optional[Figure]:
         for name, title in FIGURES.items()
         if any(name in each["heads"]["figures"] for each in looked)
     }
-    return _panels(shown, [each["name"] for each in looked], columns=4) if shown else None
+    return _panels(shown, [each["name"] for each in looked], columns=4)
+
+
+PAINTERS: Dict[str, Callable[[Dict[str, Any]], Figure]] = {
+    "curves": curves,
+    "ranking": ranking,
+    "costs": costs,
+    "heads": heads,
+}
 
 
 def _panels(shown: Dict[str, List[List[float]]], names: List[str], columns: int, zero: bool = False) -> Figure:

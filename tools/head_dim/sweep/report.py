@@ -66,7 +66,7 @@ def parts(summary: Dict[str, Any], pictures: Dict[str, str]) -> List[Part]:
     found: List[Part] = [study["about"]] if study["about"] else []
     found += [_what_ran(summary), tables.models(summary["variants"], study["baseline"])]
     if summary["ranking"]:
-        found += [Heading("Ranking"), tables.ranking(summary), RANKING]
+        found += [Heading("Ranking"), in_words(summary), tables.ranking(summary), RANKING]
     sections = {
         "ranking": ("last validation losses and their differences to the baseline", []),
         "curves": ("training and validation loss", [Heading("Loss"), CURVES]),
@@ -80,6 +80,18 @@ def parts(summary: Dict[str, Any], pictures: Dict[str, str]) -> List[Part]:
     if summary["not_finished"]:
         found += [Heading("Runs that have not finished"), _not_finished(summary)]
     return [*found, Heading("Settings that all share"), Code(yaml.safe_dump(study["settings"], sort_keys=True).strip())]
+
+
+def in_words(summary: Dict[str, Any]) -> str:
+    """What the ranking says."""
+    rows, baseline = summary["ranking"], summary["study"]["baseline"]
+    told = []
+    for verdict, text in (("lower", "lower than"), ("higher", "higher than"), ("not decided", "not told apart from")):
+        names = [row["variant"] for row in rows if row["verdict"] == verdict]
+        if names:
+            told.append(f"{text} {baseline}'s: {', '.join(names)}")
+    lowest = f"Lowest mean: {rows[0]['variant']}, {rows[0]['mean']:.4f}."
+    return f"{lowest} The loss is {'; '.join(told)}." if told else lowest
 
 
 def _what_ran(summary: Dict[str, Any]) -> str:
@@ -157,7 +169,7 @@ def _markdown(part: Part, level: int) -> str:
     if isinstance(part, Code):
         return "\n".join(f"    {line}" for line in part.text.splitlines())
     if isinstance(part, Picture):
-        return f"![{part.text}]({os.path.basename(part.path)})"
+        return f"![{part.text}]({part.path})"
     if isinstance(part, Table):
         lines = [part.head, ["---"] * len(part.head), *part.rows]
         return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)

@@ -1,4 +1,4 @@
-"""A study: which small models are trained, how often, and what they are compared with. Read from one YAML file.
+"""A study: which models are trained, with which seeds, and what they are compared with. Read from one YAML file.
 
     name: head_dim at equal parameters
     about: one or two sentences for the report
