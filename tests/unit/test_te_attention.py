@@ -43,6 +43,7 @@ CASES = {
         NARROW,
         rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
     ),
+    "width and kv heads by layer": dict(NARROW, head_dim=[24, 40], num_kv_heads=[2, 1], rotary_pct=0.5),
     "slower positions": dict(NARROW, rope_scaling={"rope_type": "linear", "factor": 3.0}),
 }
 
@@ -101,7 +102,7 @@ def _reference(args, native, hidden, upstream):
 
 @pytest.mark.parametrize("name", CASES)
 def test_value_and_gradients_equal_native_and_fp64(name):
-    args, native, engine = _pair(**CASES[name])
+    args, native, engine = _pair(layer_number=1, **CASES[name])
     hidden = _input(args, tokens=4 if name == "qwen3" else 12)
     upstream = 0.3 * _input(args, hidden.shape[0], seed=2)
     output, input_grad, grads = _run(engine, hidden, upstream)
