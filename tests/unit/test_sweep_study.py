@@ -45,7 +45,7 @@ def test_all_combinations_and_dotted_names():
 
 def test_a_file_with_base_files_named_variants_and_data(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "model.yml").write_text(yaml.safe_dump(MODEL))
+    (tmp_path / "model.yml").write_text(yaml.safe_dump({**MODEL, "seed": 5, "save": "runs/mine"}))
     contents = {
         "base": ["model.yml"],
         "data": {"source": "a.txt,b.txt", "vocab_size": 300},
@@ -59,6 +59,7 @@ def test_a_file_with_base_files_named_variants_and_data(tmp_path, monkeypatch):
     assert [found.settings_of(variant)["head_dim"] for variant in found.variants] == [24, 48]
     assert (found.data.source, found.data.vocab_size, found.data.max_bytes) == ("a.txt,b.txt", 300, None)
     assert "data_path" not in found.settings and "tokenizer_type" not in found.settings, "they follow from the data"
+    assert "seed" not in found.settings and "save" not in found.settings, "the sweep sets them"
 
 
 def test_paths_are_found_from_the_folder_of_the_runs(tmp_path, monkeypatch):

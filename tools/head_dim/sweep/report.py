@@ -101,8 +101,8 @@ def _what_ran(summary: Dict[str, Any]) -> str:
     return (
         f"{len(summary['variants'])} variants, seeds {', '.join(map(str, study['seeds']))}; runs: "
         f"{', '.join(f'{count} {status}' for status, count in summary['runs'].items())}. "
-        f"{equal if study['at_equal'] else ''}Run on {machine['processor']}, {threads} threads a process, torch "
-        f"{machine['torch']}."
+        f"{equal if study['at_equal'] else ''}Run on {machine['processor']}, threads of a process: {threads}, "
+        f"torch {machine['torch']}."
     )
 
 

@@ -39,7 +39,7 @@ def t_quantile(probability: float, degrees: int) -> float:
     low, high = 0.0, 1.0
     while t_probability(high, degrees) < probability:
         high *= 2
-    for _ in range(200):
+    for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if t_probability(middle, degrees) < probability else (low, middle)
     return (low + high) / 2

@@ -36,7 +36,7 @@ KEYS = (
 )  # fmt: skip
 DATA_KEYS = ("source", "max_bytes", "vocab_size")
 OWNED = ("seed", "save", "load", "log_dir", "tensorboard_dir", "exit_interval", "config_files")
-"""Settings that the sweep makes for each run."""
+"""Settings that the sweep makes for each run; those of base files are left out."""
 OF_DATA = ("data_path", "train_data_paths", "valid_data_paths", "tokenizer_type", "vocab_file", "merge_file")
 """Settings that follow from `data`."""
 PYDOCS = "pydocs"
@@ -214,7 +214,8 @@ class _Reader:
             base = [base]
         if isinstance(base, list):
             try:
-                base = load_files([str(path) for path in base])[0]
+                files = load_files([str(path) for path in base])[0]
+                base = {key: value for key, value in files.items() if key not in OWNED}
             except ConfigError as error:
                 self._problems += [f"base: {problem}" for problem in error.problems]
                 base = {}
