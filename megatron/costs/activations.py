@@ -12,12 +12,13 @@ A layer keeps, for a layernorm, biases and no dropout:
 """
 
 from dataclasses import dataclass
-from typing import Dict, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 
 from megatron.costs.parameters import share
 from megatron.costs.states import precision_bytes
+from megatron.geometry import HeadGeometry
 from megatron.model.attention.cache import cached_key_heads
 from megatron.model.attention.core import AUTO_ORDER, KERNELS, AttentionRequest, shifted
 from megatron.model.attention.core.chunked import EXPLICIT_KEYS
@@ -118,27 +119,32 @@ def mlp_bytes(neox_args, number: int, batch: Batch) -> int:
     return kept * batch.number_bytes * batch.tokens * mlp.ffn_hidden_size
 
 
-def kernel_of(neox_args, number: int, batch: Batch) -> str:
-    """What a layer runs on batch.device: global, flash, chunked, or explicit, which chunked takes for short texts."""
+def kernels_of(neox_args, number: int, batch: Batch) -> List[Tuple[str, HeadGeometry]]:
+    """What each group of a layer's heads runs on batch.device, and this rank's share of the group. The kernel: global,
+    flash, chunked, or explicit, which chunked takes for short texts."""
+    groups = neox_args.head_geometry(number).groups
+    return [(_kernel_of(neox_args, number, group, batch), group.shard(batch.ranks)) for group in groups]
+
+
+def _kernel_of(neox_args, number: int, group: HeadGeometry, batch: Batch) -> str:
     kind = neox_args.attention_config[number]
-    partition = neox_args.head_geometry(number).shard(batch.ranks)
     if kind == "auto":
-        request = AttentionRequest.of_layer(neox_args, number, partition, torch.device(batch.device))
+        request = AttentionRequest.of_layer(neox_args, number, group.shard(batch.ranks), torch.device(batch.device))
         kind = next(name for name in AUTO_ORDER[batch.device] if KERNELS[name].refusal(request) is None)
     if kind != "chunked" or batch.length > EXPLICIT_KEYS[batch.device]:
         return kind
-    return "explicit" if batch.number_bytes == 2 or not _plain_on_cpu(neox_args, number, batch) else "chunked"
+    return "explicit" if batch.number_bytes == 2 or not _plain_on_cpu(neox_args, number, group, batch) else "chunked"
 
 
-def _plain_on_cpu(neox_args, number: int, batch: Batch) -> bool:
+def _plain_on_cpu(neox_args, number: int, group: HeadGeometry, batch: Batch) -> bool:
     """Whether chunked takes torch's CPU kernel for both passes."""
-    layer, geometry = neox_args.layer_attention(number), neox_args.head_geometry(number)
+    layer = neox_args.layer_attention(number)
     if batch.device != "cpu" or layer.logit_softcap is not None or neox_args.attention_dropout > 0:
         return False
-    if layer.qk_norm == "joint" and geometry.is_gqa:  # keys are repeated, values are not
+    if layer.qk_norm == "joint" and group.is_gqa:  # keys are repeated, values are not
         return False
     hides = layer.window is not None and layer.window < batch.length - 1
-    return not hides and geometry.head_dim < OWN_BACKWARD_WIDTH
+    return not hides and group.head_dim < OWN_BACKWARD_WIDTH
 
 
 def _keeps_highest(neox_args, number: int, batch: Batch) -> bool:
@@ -153,36 +159,64 @@ def attention_bytes(neox_args, number: int, batch: Batch) -> Dict[str, int]:
 
     norm: on queries and keys. heads: what the kernel has as queries, keys and values, and where one of these or a
     norm's input is a view, the projection's whole output. scores: kept by the explicit kernels only. context: the
-    kernel's output, and the log-sum-exp of each row (with a shifted backward pass its highest score too).
+    input of the output projection, and what the kernel keeps of its own output, the log-sum-exp of each row with it
+    (with a shifted backward pass its highest score too).
     """
-    geometry, layer = neox_args.head_geometry(number), neox_args.layer_attention(number)
+    geometry = neox_args.head_geometry(number)
+    groups = [_group_bytes(neox_args, number, group, batch) for group in range(len(geometry.groups))]
+    kept = {name: sum(getattr(group, name) for group in groups) for name in ("norm", "heads", "scores", "context")}
+    if any(group.keeps_projection for group in groups):
+        kept["heads"] += batch.number_bytes * batch.tokens * share(geometry.qkv_hidden_size, batch.ranks)
+    if len(groups) > 1 or not groups[0].gives_context:  # several are put side by side in a tensor of its own
+        kept["context"] += batch.number_bytes * batch.tokens * geometry.shard(batch.ranks).query_hidden_size
+    return kept
+
+
+class _Group(NamedTuple):
+    """Bytes that a group of heads keeps, as in attention_bytes. context: of the kernel's own output; gives_context: and
+    that is the input of the output projection, if there is no other group."""
+
+    norm: int
+    heads: int
+    scores: int
+    context: int
+    keeps_projection: bool
+    gives_context: bool
+
+
+def _group_bytes(neox_args, number: int, group: int, batch: Batch) -> _Group:
+    geometry, layer = neox_args.head_geometry(number).groups[group], neox_args.layer_attention(number, group)
     own, c, tokens = geometry.shard(batch.ranks), batch.number_bytes, batch.tokens
     d, n, keys = own.head_dim, own.num_attention_heads, cached_key_heads(neox_args, number, own)
     fresh = layer.rotary is not None or layer.qk_norm is not None
-    kernel = kernel_of(neox_args, number, batch)
-    context, scores = c * tokens * n * d, 0
-    norm, keeps_projection = _qk_norm_bytes(neox_args, number, batch)
+    kernel = _kernel_of(neox_args, number, geometry, batch)
+    context = scores = 0
+    gives_context = False
+    norm, keeps_projection = _qk_norm_bytes(neox_args, number, own, batch)
     if kernel == "flash":
         wide = -(-d // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
         heads = c * tokens * (n + 2 * keys) * wide
-        context = c * tokens * n * wide + 4 * tokens * n + (context if wide != d else 0)
+        context, gives_context = c * tokens * n * wide + 4 * tokens * n, wide == d
     elif kernel == "chunked":
         heads, keeps_projection = (c * tokens * (n + keys) * d if fresh else 0), True
-        context += 4 * tokens * n * (2 if _keeps_highest(neox_args, number, batch) else 1)
+        context = c * tokens * n * d + 4 * tokens * n * (2 if _keeps_highest(neox_args, number, batch) else 1)
+        gives_context = True
     else:
-        scores = _score_bytes(neox_args, number, batch, in_fp32=kernel == "explicit")
+        scores = _score_bytes(neox_args, number, own, batch, in_fp32=kernel == "explicit")
         copied = n + keys + own.num_kv_heads
-        if batch.texts == 1 or own.num_kv_heads == 1 or not geometry.is_gqa:  # not copied where a view will do
+        alone = len(neox_args.head_geometry(number).groups) == 1
+        if batch.texts == 1 or own.num_kv_heads == 1 or (alone and not geometry.is_gqa):  # where a view will do
             copied, keeps_projection = (n if fresh or n > keys else 0) + (keys if fresh else 0), True
         heads = c * tokens * copied * d
-    if keeps_projection:
-        heads += c * tokens * share(geometry.qkv_hidden_size, batch.ranks)
-    return {"norm": norm, "heads": heads, "scores": scores, "context": context}
+    return _Group(norm, heads, scores, context, keeps_projection, gives_context)
 
 
-def _qk_norm_bytes(neox_args, number: int, batch: Batch) -> Tuple[int, bool]:
-    """What the norms of queries and keys save, and whether that is a view of the QKV projection's output besides."""
-    layer, own = neox_args.layer_attention(number), neox_args.head_geometry(number).shard(batch.ranks)
+def _qk_norm_bytes(neox_args, number: int, own: HeadGeometry, batch: Batch) -> Tuple[int, bool]:
+    """What the norms of queries and keys save, and whether that is a view of the QKV projection's output besides.
+
+    own: this rank's share of a group of the layer's heads.
+    """
+    layer = neox_args.layer_attention(number)
     if layer.qk_norm is None:
         return 0, False
     tokens, d, n = batch.tokens, own.head_dim, own.num_attention_heads
@@ -198,14 +232,16 @@ def _qk_norm_bytes(neox_args, number: int, batch: Batch) -> Tuple[int, bool]:
         total -= (rows - 2 * tokens) * per_row
     if not _keeps_input(neox_args, c):
         return total, False
-    views = n + (keys if keys == own.num_kv_heads else 0)
-    return total - c * tokens * views * d, True
+    if layer.qk_norm == "joint":  # keys are repeated, if only once
+        views = n
+    else:  # of several heads each with its q, k and v, those of all heads are not side by side
+        views = 0 if layer.qk_norm == "full_width" and n == own.num_kv_heads > 1 else n + keys
+    return total - c * tokens * views * d, views > 0
 
 
-def _score_bytes(neox_args, number: int, batch: Batch, in_fp32: bool) -> int:
+def _score_bytes(neox_args, number: int, own: HeadGeometry, batch: Batch, in_fp32: bool) -> int:
     """The explicit scores: after the soft cap, the softmax, and dropout; the mask; rpe's buckets."""
     layer, c, square = neox_args.layer_attention(number), batch.number_bytes, batch.length**2
-    heads = neox_args.head_geometry(number).shard(batch.ranks).num_attention_heads
     in_fp32 = in_fp32 or neox_args.attention_softmax_in_fp32 or neox_args.apply_query_key_layer_scaling
     softmax = 4 if in_fp32 else c
     each = softmax if layer.logit_softcap is None else 2 * softmax
@@ -213,4 +249,8 @@ def _score_bytes(neox_args, number: int, batch: Batch, in_fp32: bool) -> int:
         each += c + batch.mask_bytes
     elif softmax != c:
         each += c
-    return batch.texts * heads * square * each + square + (8 * square if neox_args.pos_emb == "rpe" else 0)
+    return (
+        batch.texts * own.num_attention_heads * square * each
+        + square
+        + (8 * square if neox_args.pos_emb == "rpe" else 0)
+    )

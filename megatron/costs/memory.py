@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import List, NamedTuple, Optional
 
-from megatron.costs.activations import Batch, attention_bytes, kernel_of, layer_activations, norm_bytes
+from megatron.costs.activations import Batch, attention_bytes, kernels_of, layer_activations, norm_bytes
 from megatron.costs.parameters import count, share
 from megatron.costs.stages import FIRST_TRANSFORMER_LAYER, Stage, stage_parameters, stages
 from megatron.costs.states import States, states
@@ -150,14 +150,18 @@ def _segments(neox_args, stage: Stage) -> List[List[int]]:
 def _workspace(neox_args, number: int, batch: Batch) -> int:
     """Gradients that exist at one time in a layer's backward pass, less the activations that it has freed by then."""
     c, mlp = batch.number_bytes, neox_args.mlp_geometry(number).shard(batch.ranks)
-    own = neox_args.head_geometry(number).shard(batch.ranks)
+    qkv = neox_args.head_geometry(number).shard(batch.ranks).qkv_hidden_size
     parts = layer_activations(neox_args, number, batch)
     freed = parts["mlp"] + parts["norms"] // 2 + attention_bytes(neox_args, number, batch)["context"]
     stream = 2 * c * batch.tokens * neox_args.hidden_size
     branches = c * batch.tokens * (mlp.linear1_width + mlp.ffn_hidden_size)
-    heads, scores = 2 * c * batch.tokens * own.qkv_hidden_size, 0
-    if kernel_of(neox_args, number, batch) in ("global", "explicit"):
-        scores = (8 if c == 4 else 6) * batch.texts * own.num_attention_heads * batch.length**2
+    explicit = [
+        group.num_attention_heads
+        for kernel, group in kernels_of(neox_args, number, batch)
+        if kernel in ("global", "explicit")
+    ]
+    heads = 2 * c * batch.tokens * qkv
+    scores = (8 if c == 4 else 6) * batch.texts * max(explicit, default=0) * batch.length**2
     return stream + max(branches, heads + scores - freed)
 
 

@@ -96,11 +96,14 @@ def norm_shapes(neox_args, number: int, ranks: int) -> Shapes:
 
 
 def qk_norm_widths(neox_args, number: int, ranks: int) -> List[int]:
-    """The width of the weights of each norm on queries and keys on one of `ranks` ranks."""
-    geometry = neox_args.head_geometry(number)
-    query, kv = share(geometry.query_hidden_size, ranks), share(geometry.kv_hidden_size, ranks)
-    widths = {"joint": [query], "per_head": [geometry.head_dim] * 2, "full_width": [query, kv]}
-    return widths.get(neox_args.layer_attention(number).qk_norm, [])
+    """The width of the weights of each norm on queries and keys on one of `ranks` ranks; each group of heads has its
+    own norms."""
+    found: List[int] = []
+    for group in neox_args.head_geometry(number).groups:
+        query, kv = share(group.query_hidden_size, ranks), share(group.kv_hidden_size, ranks)
+        widths = {"joint": [query], "per_head": [group.head_dim] * 2, "full_width": [query, kv]}
+        found += widths.get(neox_args.layer_attention(number).qk_norm, [])
+    return found
 
 
 def one_norm(neox_args, width: int) -> Shapes:

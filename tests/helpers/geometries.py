@@ -42,3 +42,19 @@ PER_LAYER = {
 }  # fmt: skip
 """Widths that differ from layer to layer. All split over 2 ranks, and all but the first over 4; in the second and the
 last some key/value heads are then shared by ranks."""
+
+MIXED = {
+    "gqa": dict(
+        num_layers=3, hidden_size=88, num_attention_heads=12, num_kv_heads=4,
+        head_dim=[[10, 3], dict(layer=1, groups=[[6, 8, 4], [22, 4, 2]])],
+    ),
+    "mha": dict(
+        num_layers=2, hidden_size=56, num_attention_heads=12,
+        head_dim=[[8, 2], dict(layer=[0, 1], groups=[[6, 8], [16, 4]])],
+    ),
+    "mqa": dict(
+        num_layers=2, hidden_size=40, num_attention_heads=12, num_kv_heads=3,
+        head_dim=[[12, 1], [10, 1], dict(layer=0, groups=[[8, 4, 1], [14, 4, 4], [20, 4, 2]])],
+    ),
+}  # fmt: skip
+"""Heads of several widths in a layer. All split over 2 and 4 ranks but "mqa", of which layer 1 has 3 key/value heads."""

@@ -9,7 +9,7 @@ from megatron.costs.stages import stage_parameters, stages
 from megatron.model import rotary
 from megatron.model.gpt2_model import build_model
 from tests.helpers.configs import tiny_args
-from tests.helpers.geometries import ALL, GQA_TP4, WIDE_NON_DIVISIBLE
+from tests.helpers.geometries import ALL, GQA_TP4, MIXED, WIDE_NON_DIVISIBLE
 
 LONG = dict(seq_length=300, max_position_embeddings=300)
 LAYERS = {
@@ -71,6 +71,31 @@ def check(settings):
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_keeps_exactly_what_autograd_saves(name):
     check({**WIDE_NON_DIVISIBLE, **LAYERS[name]})
+
+
+@pytest.mark.parametrize("kind", ["full_width", "joint", "per_head"])
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+def test_norms_of_heads_that_are_rows_apart(kind, norm):
+    """With as many key heads as query heads a head's q, k and v are neighbours."""
+    check({**ALL["mha"], "qk_norm_type": kind, "norm": norm})
+
+
+SEVERAL = {
+    **{kernel: dict(attention_config=[kernel] * 2) for kernel in ("global", "flash", "chunked")},
+    "flash_one_text": dict(attention_config=["flash"] * 2, train_micro_batch_size_per_gpu=1),
+    "long": dict(**LONG, attention_config=["chunked"] * 2),
+    "alibi": dict(pos_emb="alibi"),
+    "rpe": dict(pos_emb="rpe"),
+    **{f"qk_{kind}": dict(qk_norm_type=kind, norm="rmsnorm") for kind in ("per_head", "full_width", "joint")},
+    "global_layernorm": dict(attention_config=["global"] * 2, qk_norm_type="per_head", norm="layernorm"),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize("geometry", ["mha", "mqa"])
+def test_heads_of_several_widths_in_a_layer(geometry, name):
+    """Layer 0 of both: groups of 6 and 16, and of 8, 14 and 20, of which the flash kernel pads some."""
+    check({**MIXED[geometry], **SEVERAL[name]})
 
 
 @pytest.mark.parametrize("geometry", ALL)
