@@ -16,6 +16,7 @@ from torch import nn
 
 from megatron import mpu
 from megatron.geometry import HeadGeometry, MLPGeometry
+from megatron.mixed_geometry import AnyHeadGeometry
 from megatron.model.attention.qkv import pack_qkv
 from megatron.model.word_embeddings import Embedding
 from megatron.neox_arguments.lora import LoRASettings, lora_settings
@@ -90,11 +91,15 @@ def spread(B: torch.Tensor, part_of_row: torch.Tensor) -> torch.Tensor:
     return (B.unsqueeze(1) * part_of_row.unsqueeze(-1)).flatten(1)
 
 
-def qkv_parts(geometry: HeadGeometry) -> torch.Tensor:
+def qkv_parts(geometry: AnyHeadGeometry) -> torch.Tensor:
     """0 for rows of queries, 1 of keys, 2 of values, in the order of the fused weight: int64 [(n + 2m)·d]."""
-    heads = (geometry.num_attention_heads, geometry.num_kv_heads, geometry.num_kv_heads)
-    rows = [torch.full((number, geometry.head_dim), part) for part, number in enumerate(heads)]
-    return pack_qkv(*rows, geometry.qkv_layout)
+    return torch.cat([_parts_of_heads(group) for group in geometry.groups])
+
+
+def _parts_of_heads(group: HeadGeometry) -> torch.Tensor:
+    heads = [group.num_attention_heads] + [group.num_kv_heads] * group.kv_parts
+    q, *kv = (torch.full((number, group.head_dim), part) for part, number in enumerate(heads))
+    return pack_qkv(q, kv[0], kv[-1], group.qkv_layout)
 
 
 def mlp_parts(geometry: MLPGeometry) -> torch.Tensor:

@@ -6,6 +6,7 @@ import torch
 
 from megatron.checkpointing.stamp import make_stamp
 from megatron.model.gpt2_model import build_model, cross_entropy
+from megatron.model.lora import qkv_parts
 from tests.helpers.configs import tiny_args
 from tests.helpers.layered_model import Layered
 from tests.helpers.model_runs import SEQ, batch, forward_backward, named_parameters
@@ -124,3 +125,12 @@ def test_groups_of_one_width_are_the_uniform_layer_with_other_rows():
     inputs, _ = batch()
     assert inputs[0].shape[1] == SEQ
     assert_close(mixed(inputs), uniform(inputs), FORWARD)
+
+
+def test_adapters_know_the_rows_of_each_group():
+    """Of which part a row is: q, k and v of the grouped heads, then of the others, head by head."""
+    args = tiny_args(**GQA, head_dim=[[24, 2], {"layer": 1, "groups": [[16, 4, 2], [40, 2, 2]]}])
+    grouped, by_head = [0] * 64 + [1] * 32 + [2] * 32, ([0] * 40 + [1] * 40 + [2] * 40) * 2
+    assert qkv_parts(args.head_geometry(1)).tolist() == grouped + by_head
+    shared = tiny_args(**GQA, head_dim=24, shared_key_value=True)
+    assert qkv_parts(shared.head_geometry(1)).tolist() == [0] * 144 + [1] * 48
