@@ -15,6 +15,7 @@ COMMANDS = {
     "verify": "compare a config, a Hugging Face folder or a checkpoint with published models",
     "from-hf": "write a YAML from a Hugging Face config.json",
     "inspect": "what the heads of a checkpoint do with a text: figures, a picture, and what is unusual",
+    "wavelengths": "how fast each rotary pair turns, beside the length of the text",
     "sweep": "train the same small model at several head_dims, or other settings, and compare",
     "suggest": "heuristics for choosing head_dim, with their sources",
 }
