@@ -19,6 +19,10 @@ from megatron.neox_arguments.support import TE_LAYERS
 AUTO_FROM_ITERS = 1000
 """compile=auto compiles runs of at least so many optimizer steps: fewer do not win the compilation's time back."""
 
+MOST_SHAPES = 128
+"""A piece is compiled for each shape of its arguments, so for each width where layers differ. By itself torch gives up
+after 8 and runs the rest uncompiled."""
+
 
 def wants_compile(neox_args) -> bool:
     """What `compile` says on this machine. auto: on a CPU with a C++ compiler, for a run that is long enough and whose
@@ -56,6 +60,8 @@ def compiled(function: Callable) -> Callable:
     """The function, compiled for each kind of arguments where gradients are computed, and as it is elsewhere: lengths
     change in generation, and each would be compiled. Equal functions share the work; the first is announced."""
     _announce()
+    dynamo = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_SHAPES)
     fast = torch.compile(function, dynamic=False)
 
     def run(*arguments):

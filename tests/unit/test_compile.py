@@ -83,6 +83,13 @@ def test_one_compilation_serves_all_layers(front_end):
     assert numbers == [6, 6]
 
 
+def test_layers_of_any_number_of_widths_are_compiled(front_end):
+    widths = dict(hidden_size=40, num_attention_heads=2, num_kv_heads=1, num_layers=6, head_dim=[8, 10, 12, 14, 16, 18])
+    forward_backward(dict(widths, compile=True))
+    rotations = [graph for graph in front_end if len(list(graph.graph.find_nodes(op="placeholder"))) == 3]
+    assert len(rotations) == 2 * 6, "queries and keys of each width"
+
+
 def test_inductor_trains_as_uncompiled(capsys, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")  # DeepSpeed's engine insists on it
     compiling._announce.cache_clear()

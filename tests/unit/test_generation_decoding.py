@@ -29,6 +29,7 @@ OPTIONS = {
     "none": dict(pos_emb="none"),
     "mha": geometries.MHA,
     "mqa": geometries.MQA,
+    "widths": dict(geometries.WIDE_NON_DIVISIBLE, head_dim=[24, 40], num_kv_heads=[6, 2]),
     "joint": dict(use_qk_layernorm=True),
     "per_head": dict(qk_norm_type="per_head", norm="rmsnorm"),
     "full": dict(qk_norm_type="full_width", norm="rmsnorm", norm_placement="post"),
@@ -194,6 +195,7 @@ def test_compiled_steps_generate_the_same_tokens_with_one_compilation_of_each_ki
     settings = dict(
         **dict(sliding_window_width=4, layer_types=["sliding_attention", "full_attention"] * 2, num_layers=4),
         **dict(attn_logit_softcap=5.0, qk_norm_type="per_head", norm="rmsnorm", activation="swiglu"),
+        **{**geometries.WIDE_NON_DIVISIBLE, "head_dim": [[[24, 40], "all"]]},
         lora=dict(rank=3, alpha=30.0, targets=["query_key_value", "linear2"]),
     )
     model, args = model_and_args(**settings)
