@@ -62,6 +62,13 @@ def test_kinds_of_layers_and_what_their_queries_see(tmp_path, capsys):
         assert kind["turn_within_reach"] == (wanted <= kind["reach"]).sum()
 
 
+def test_groups_of_heads_are_kinds(tmp_path, capsys):
+    groups = {"layer": 1, "groups": [[16, 2], [64, 2]]}
+    _, found = report(capsys, tmp_path, hidden_size=64, num_attention_heads=4, head_dim=[[16, 2], groups])
+    kinds = [(kind["layers"], kind["head_dim"], kind["pairs"]) for kind in found["kinds"]]
+    assert kinds == [("layers 0-1", 16, 8), ("layer 1", 64, 32)]
+
+
 def test_scalings_are_in_it(tmp_path, capsys):
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

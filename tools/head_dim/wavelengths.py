@@ -3,7 +3,7 @@
     python -m tools.head_dim wavelengths CONFIG.yml [MORE.yml ...] [--seq N] [--json] [--picture FILE.png]
 
 A pair of dimensions turns by inv_freq radians per token, so once in 2 pi / inv_freq tokens: its wavelength. Shown for
-each kind of layer (width, base, rope_scaling), as the model rotates: rotary_pct, rotary_denominator_scale and
+each kind of heads (width, base, rope_scaling, by layer), as the model rotates: rotary_pct, rotary_denominator_scale and
 rope_scaling are in it. Where frequencies depend on the length of the text (dynamic, longrope), they are those of N.
 Scores depend on differences of positions only, so in a layer with a window that is the length to compare with.
 """
@@ -13,11 +13,10 @@ import json
 import math
 import sys
 from dataclasses import asdict
-from typing import Any, Dict, List, NamedTuple, Optional
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional
 
 from megatron.errors import ConfigError
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.equal_widths import layers_by_value
 from megatron.neox_arguments.layer_attention import RotarySettings
 from megatron.neox_arguments.per_layer import layers_text
 from tools.head_dim import configs
@@ -73,16 +72,21 @@ def report_on(args: NeoXArgs) -> Dict[str, Any]:
     """{"seq_length", "kinds": a report for each, "rules"}; no wavelength is infinite in it, but null."""
     if args.pos_emb != "rotary":
         raise ConfigError(f"pos_emb={args.pos_emb}: there are no rotary pairs; wavelengths are about pos_emb=rotary")
-    kinds = [_kind(args, number) for number in range(args.num_layers)]
-    found = [_kind_report(kind, numbers, args.seq_length) for kind, numbers in layers_by_value(kinds).items()]
+    layers_of: Dict[Kind, List[int]] = {}
+    for number in range(args.num_layers):
+        for kind in dict.fromkeys(_kinds(args, number)):
+            layers_of.setdefault(kind, []).append(number)
+    found = [_kind_report(kind, numbers, args.seq_length) for kind, numbers in layers_of.items()]
     rules = [rule._asdict() for kind in found if kind["pairs"] for rule in _rules(kind)]
     return {"seq_length": args.seq_length, "kinds": found, "rules": rules + [_practice()._asdict()]}
 
 
-def _kind(args: NeoXArgs, number: int) -> Kind:
-    attention = args.layer_attention(number)
-    reach = args.seq_length if attention.window is None else min(args.seq_length, attention.window + 1)
-    return Kind(attention.layer_type, args.head_geometry(number).head_dim, reach, attention.rotary)
+def _kinds(args: NeoXArgs, number: int) -> Iterator[Kind]:
+    """Those of a layer: one, or one for each of its groups of heads."""
+    for index, group in enumerate(args.head_geometry(number).groups):
+        attention = args.layer_attention(number, index)
+        reach = args.seq_length if attention.window is None else min(args.seq_length, attention.window + 1)
+        yield Kind(attention.layer_type, group.head_dim, reach, attention.rotary)
 
 
 def _kind_report(kind: Kind, numbers: List[int], seq_length: int) -> Dict[str, Any]:
