@@ -4,7 +4,7 @@ import pytest
 
 from tests.distributed.test_model_tensor_parallel import _assert_equal
 from tests.helpers.distributed import run_distributed
-from tests.helpers.geometries import GQA_TP4, MHA_TP4, NARROW, WIDE_NON_DIVISIBLE
+from tests.helpers.geometries import MHA_TP4, MIXED, NARROW, PER_LAYER, WIDE_NON_DIVISIBLE
 from tests.helpers.model_runs import forward_backward
 
 LORA = dict(rank=3, alpha=5.0, targets=["query_key_value", "dense", "linear1", "linear2"])
@@ -16,16 +16,16 @@ VARIANTS = {
     "gpt_j_sequence_parallel": dict(gpt_j_residual=True, sequence_parallel=True, no_weight_tying=False),
     "checkpointed": dict(SWIGLU, checkpoint_activations=True, no_weight_tying=False),
 }
-GEOMETRIES = {2: (WIDE_NON_DIVISIBLE, MHA_TP4), 4: (NARROW, GQA_TP4)}
-"""Both orders of the QKV rows, and at 4 ranks two that share a key/value head."""
-
-
-def _cases(ranks):
-    return [
-        (f"{number} {name}", {**geometry, **settings, "lora": LORA})
-        for number, geometry in enumerate(GEOMETRIES[ranks])
-        for name, settings in VARIANTS.items()
-    ]
+CASES = {
+    2: {
+        **{f"per rank {name}": {**WIDE_NON_DIVISIBLE, **settings} for name, settings in VARIANTS.items()},
+        "per head": {**MHA_TP4, **SWIGLU},
+        "widths by layer": {**PER_LAYER["widening"], **SWIGLU},
+        "groups of heads": {**MIXED["gqa"], "gpt_j_residual": True},
+    },
+    4: {"ranks share heads": {**NARROW, **SWIGLU, "sequence_parallel": True}, "per head": {**MHA_TP4}},
+}
+"""By number of ranks."""
 
 
 def _rank(rank, world_size, cases):
@@ -35,12 +35,13 @@ def _rank(rank, world_size, cases):
 
 @pytest.mark.parametrize("ranks", (2, 4))
 def test_tensor_parallel_equals_one_rank(ranks, tmp_path):
-    cases = _cases(ranks)
+    cases = [(name, {**settings, "lora": LORA}) for name, settings in CASES[ranks].items()]
     (single,) = run_distributed(1, _rank, cases, tmp_path=tmp_path)
     first, *others = run_distributed(ranks, _rank, cases, tmp_path=tmp_path)
-    for number, (name, _) in enumerate(cases):
+    for number, (name, settings) in enumerate(cases):
         _assert_equal(name, single[name], first[name])
         assert all(losses[number] == first[name][0] for losses in others), f"{name}: ranks disagree on the loss"
         trained = set(first[name][2])
-        assert trained == {key for key in first[name][1] if ".lora." in key} and len(trained) == 2 * 4 * 2
+        assert trained == {key for key in first[name][1] if ".lora." in key}
+        assert len(trained) == 2 * len(LORA["targets"]) * settings.get("num_layers", 2)
         assert all(abs(gradient).max() > 0 for gradient in first[name][2].values()), name
