@@ -42,6 +42,13 @@ def check_growth(neox_args, head_dim: Any) -> None:
     qk_norm = neox_args.layer_attention().qk_norm
     problems = _width_problems(_growths(neox_args, head_dim), head_dim)
     problems += _scale_problems(neox_args) + _rotary_problems(neox_args, head_dim) + _rpe_problems(neox_args, head_dim)
+    if neox_args.v_norm:
+        problems.append("v_norm=True: it divides by the root mean square of a head, which more dimensions change")
+    if neox_args.shared_key_value:
+        problems.append(
+            f"shared_key_value={neox_args.shared_key_value}: new rows of keys have to be zero, and those of values "
+            "random to be trained; here they are the same rows"
+        )
     if neox_args.te_mha:
         problems.append("te_mha=True: first convert it with tools/ckpts/convert_te.py --to native --mha")
     if qk_norm is not None and neox_args.norm.startswith("te_"):

@@ -32,6 +32,7 @@ CASES = {
     "joint norm, one kv head": dict(MQA, norm="rmsnorm", use_qk_layernorm=True, rotary_pct=0.7),
     "pythia": dict(MHA_TP4, norm="layernorm", gpt_j_residual=True, rotary_pct=0.3, activation="gelu"),
     "tied, biases": dict(GQA_TP4, norm="rmsnorm", gpt_j_residual=True, gpt_j_tied=True, activation="reglu"),
+    "gemma 4": dict(QWEN, norm_placement="sandwich", v_norm=True, shared_key_value=True, layer_scalar=True),
     "checkpointed": dict(QWEN, checkpoint_activations=True, hidden_dropout=0.2),
 }
 

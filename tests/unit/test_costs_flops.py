@@ -16,10 +16,11 @@ LLAMA = dict(
     pos_emb="rotary", norm="rmsnorm", activation="swiglu", use_bias_in_attn_linear=False, use_bias_in_mlp=False,
     no_weight_tying=True,
 )  # fmt: skip
+KEYS_ARE_VALUES = dict(LLAMA, shared_key_value=True, v_norm=True, layer_scalar=True)
 GPT2 = dict(pos_emb="learned", norm="layernorm", activation="gelu", no_weight_tying=False)
 
 
-@pytest.mark.parametrize("settings", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("settings", [LLAMA, GPT2, KEYS_ARE_VALUES], ids=["llama", "gpt2", "keys are values"])
 @pytest.mark.parametrize("geometry", ALL)
 def test_a_training_step_counted_by_torch(geometry, settings):
     """Forward and backward on the kernel that computes every score, part by part and in all."""

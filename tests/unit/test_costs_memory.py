@@ -32,6 +32,9 @@ LAYERS = {
     "post": dict(norm="rmsnorm", norm_placement="post"),
     "sandwich": dict(norm="rmsnorm", norm_placement="sandwich"),
     **{position: dict(pos_emb=position) for position in ("alibi", "rpe", "learned")},
+    **{f"keys_are_values_{kernel}": dict(shared_key_value=True, attention_config=[kernel] * 2)
+       for kernel in ("global", "flash", "chunked")},
+    "layer_scalar": dict(layer_scalar=True),
     "dropout": dict(hidden_dropout=0.1, attention_dropout=0.1),
     "softcap": dict(attn_logit_softcap=20.0),
     "no_biases": dict(use_bias_in_attn_linear=False, use_bias_in_mlp=False),
@@ -47,7 +50,7 @@ def saved_by_a_layer(args) -> int:
     hidden = torch.randn(shape, dtype=args.params_dtype, requires_grad=True) * 1.0
     layer(hidden)  # makes the tables
     tables = [t for shared in rotary._SHARED.values() for pair in shared._whole.values() for t in pair]
-    other = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *tables)}
+    other = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), *tables)}
     kept = {}
 
     def keep(tensor):

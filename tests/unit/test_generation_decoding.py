@@ -47,6 +47,21 @@ OPTIONS = {
     "no_biases": dict(use_bias_in_attn_linear=False, use_bias_in_mlp=False, norm="scalenorm"),
     "tied": dict(no_weight_tying=False, final_logit_softcap=3.0, embedding_multiplier=2.0),
     "no_rope": dict(no_rope_layers=[0, 1]),
+    "gemma4": dict(
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window_width=4,
+        head_dim=[24, 40],
+        num_kv_heads=[2, 1],
+        shared_key_value={"full_attention": True},
+        v_norm=True,
+        layer_scalar=True,
+        softmax_scale=1.0,
+        norm="rmsnorm",
+        qk_norm_type="per_head",
+        norm_placement="sandwich",
+        rope_scaling={"full_attention": dict(rope_type="proportional", partial_rotary_factor=0.25)},
+    ),
+    "keys_are_values": dict(geometries.MHA, shared_key_value=True, layer_scalar=True, gpt_j_residual=True),
     "int8": dict(kv_cache_dtype="int8"),
     "fp8_window": dict(kv_cache_dtype="fp8_e4m3", sliding_window_width=3),
     "llama3": dict(rope_scaling=LLAMA3),
@@ -69,7 +84,8 @@ def model_and_args(**settings):
     model = build_model(args).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in model.parameters():  # biases start at 0, scales at 1
+        scalars = [buffer for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
+        for parameter in (*model.parameters(), *scalars):  # biases start at 0, scales at 1
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.03)
     return model, args
 
@@ -196,6 +212,7 @@ def test_compiled_steps_generate_the_same_tokens_with_one_compilation_of_each_ki
         **dict(sliding_window_width=4, layer_types=["sliding_attention", "full_attention"] * 2, num_layers=4),
         **dict(attn_logit_softcap=5.0, qk_norm_type="per_head", norm="rmsnorm", activation="swiglu"),
         **{**geometries.WIDE_NON_DIVISIBLE, "head_dim": [[[24, 40], "all"]]},
+        **dict(shared_key_value={"full_attention": True}, v_norm=True, layer_scalar=True),
         lora=dict(rank=3, alpha=30.0, targets=["query_key_value", "linear2"]),
     )
     model, args = model_and_args(**settings)

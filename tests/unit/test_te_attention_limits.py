@@ -90,6 +90,8 @@ REFUSALS = {
     "rpe": (dict(pos_emb="rpe"), "pos_emb=rpe"),
     "joint norm": (dict(use_qk_layernorm=True), "use_qk_layernorm=True"),
     "per head norm": (dict(qk_norm_type="per_head"), "qk_norm_type=per_head"),
+    "norm of values": (dict(v_norm=True), "v_norm=True"),
+    "keys are values": (dict(shared_key_value={"full_attention": True}), "shared_key_value={'full_attention': True}"),
     "kernel": (dict(attention_config=["auto", "flash"]), "attention_config=flash"),
     "layer scaling": (dict(apply_query_key_layer_scaling=True), "apply_query_key_layer_scaling=True"),
     "frequencies": (dict(rotary_save_freqs_buffer=True), "rotary_save_freqs_buffer=True"),
