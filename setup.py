@@ -30,7 +30,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["megatron*", "tools*"]),
-    package_data={"tools.neox_patch": ["files/**"], "tools.head_dim": ["data/*.json", "studies/*.yml"]},
+    package_data={"tools.neox_patch": ["files/**"], "tools.head_dim": ["data/*.json", "studies/*.yml", "claims/*.yml"]},
     install_requires=requirements("requirements.txt"),
     extras_require={name: requirements(f"requirements-{name}.txt") for name in OPTIONAL},
 )

@@ -17,6 +17,7 @@ COMMANDS = {
     "inspect": "what the heads of a checkpoint do with a text: figures, a picture, and what is unusual",
     "wavelengths": "how fast each rotary pair turns, beside the length of the text",
     "sweep": "train the same small model at several head_dims, or other settings, and compare",
+    "claims": "what an article says about wide heads, tried on small models: seen here, or not",
     "suggest": "heuristics for choosing head_dim, with their sources",
 }
 """Each is a module of this package with `arguments(parser)` and `run(options) -> exit status`."""
