@@ -29,7 +29,7 @@ from megatron.model.attention.heads import relative_position_scale
 from megatron.model.gpt2_model import FIRST_TRANSFORMER_LAYER
 from megatron.neox_arguments.equal_widths import layers_by_value
 from megatron.neox_arguments.per_layer import layers_text
-from megatron.neox_arguments.widths import layers_by_geometry
+from megatron.neox_arguments.widths import layers_by_geometry, mixed_layers
 
 _CHANGED = re.compile(
     r"attention\.(query_key_value\.(weight|bias)|dense\.weight|(q|k|qk)_layernorm\.scale|rpe\.weight)"
@@ -40,6 +40,7 @@ def check_growth(neox_args, head_dim: Any) -> None:
     """Raises ConversionError with every reason why the model's heads cannot become `head_dim` wide, which is what the
     setting may be: a number, or widths by layer. Raises ConfigError if it is none of them."""
     qk_norm = neox_args.layer_attention().qk_norm
+    _refuse_groups(neox_args, head_dim)
     problems = _width_problems(_growths(neox_args, head_dim), head_dim)
     problems += _scale_problems(neox_args) + _rotary_problems(neox_args, head_dim) + _rpe_problems(neox_args, head_dim)
     if neox_args.v_norm:
@@ -62,6 +63,24 @@ def check_growth(neox_args, head_dim: Any) -> None:
         raise ConversionError(problems)
 
 
+def _refuse_groups(neox_args, head_dim: Any) -> None:
+    """Raises ConversionError for heads of several widths in a layer, before or after."""
+    for what, args in (("the checkpoint's head_dim", neox_args), ("--head-dim", _asking_for(neox_args, head_dim))):
+        layers = mixed_layers(args)
+        if layers:
+            raise ConversionError(
+                f"{what}={args.head_dim} gives {layers_text(layers)} heads of several widths; only layers whose heads "
+                "are alike can grow"
+            )
+
+
+def _asking_for(neox_args, head_dim: Any) -> Any:
+    """The arguments with another head_dim, and without a share of it that is rotated, which will be another one too."""
+    asked = copy.copy(neox_args)
+    asked.head_dim, asked.pos_emb = head_dim, "none"
+    return asked
+
+
 class Growth(NamedTuple):
     """Layers of one geometry that become equally wide. old: their geometry; width: the new head_dim."""
 
@@ -72,9 +91,8 @@ class Growth(NamedTuple):
 
 def _growths(neox_args, head_dim: Any) -> List[Growth]:
     """Of all layers, those alike together. Raises ConfigError for a head_dim that does not describe them."""
-    asked = copy.copy(neox_args)
-    asked.head_dim, asked.pos_emb = head_dim, "none"  # the share that is rotated will be another one
-    wide = {number: geometry.head_dim for geometry, layers in layers_by_geometry(asked).items() for number in layers}
+    asked = layers_by_geometry(_asking_for(neox_args, head_dim))
+    wide = {number: geometry.head_dim for geometry, layers in asked.items() for number in layers}
     pairs = layers_by_value([(neox_args.head_geometry(number), wide[number]) for number in range(len(wide))])
     return [Growth(old, width, layers) for (old, width), layers in pairs.items()]
 

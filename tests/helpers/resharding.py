@@ -9,7 +9,7 @@ import torch
 from megatron.checkpointing.reader import layer_file
 from megatron.model.gpt2_model import build_model
 from tests.helpers.configs import tiny_values
-from tests.helpers.geometries import GQA_TP4, MHA_TP4, PER_LAYER, QUOTIENT
+from tests.helpers.geometries import GQA_TP4, MHA_TP4, MIXED, PER_LAYER, QUOTIENT
 
 SWIGLU = dict(activation="swiglu", ffn_hidden_size=44, use_bias_in_mlp=True)
 RMS = dict(norm="rmsnorm")
@@ -34,6 +34,9 @@ VARIANTS = {
     "kv heads by layer, full_width": dict(**PER_LAYER["kv_by_layer"], **SWIGLU, qk_norm_type="full_width"),
     "mha widths by layer, per_head": dict(**PER_LAYER["alternating"], **RMS, qk_norm_type="per_head"),
     "mqa progressive gpt_j": dict(**PER_LAYER["progressive"], gpt_j_residual=True, pos_emb="learned"),
+    "gqa groups, full_width": dict(**MIXED["gqa"], **SWIGLU, **RMS, qk_norm_type="full_width"),
+    "mha groups, per_head": dict(**MIXED["mha"], **RMS, qk_norm_type="per_head"),
+    "mha groups gpt_j alibi": dict(**MIXED["mha"], gpt_j_residual=True, pos_emb="alibi"),
     "gqa frequencies": dict(**GQA_TP4, rotary_save_freqs_buffer=True, gpt_j_residual=True),
 }
 DEPENDS_ON_RANKS = ("mha gated qk layernorm",)

@@ -7,7 +7,7 @@ from megatron import costs
 from megatron.model.attention.cache import KVCache
 from tests.helpers.configs import tiny_args
 from tests.helpers.distributed import run_distributed
-from tests.helpers.geometries import GQA_TP4, NARROW, PER_LAYER
+from tests.helpers.geometries import GQA_TP4, MIXED, NARROW, PER_LAYER
 
 _KINDS = ["sliding_attention", "full_attention"] * 2
 LAYERS = dict(num_layers=4, sliding_window_width=6, layer_types=_KINDS)
@@ -18,6 +18,10 @@ SPLITS = {
     "tp_int8": dict(**GQA_TP4, **LAYERS, model_parallel_size=2, kv_cache_dtype="int8"),
     "tp_widths_by_layer": dict(**PER_LAYER["kv_by_layer"], model_parallel_size=2),
     "tp_widths_by_layer_int8": dict(**PER_LAYER["alternating"], model_parallel_size=2, kv_cache_dtype="int8"),
+    "tp_groups_of_heads": dict(**MIXED["gqa"], model_parallel_size=2),
+    "tp_groups_of_heads_joint_norm_int8": dict(
+        **MIXED["gqa"], model_parallel_size=2, kv_cache_dtype="int8", qk_norm_type="joint", norm="rmsnorm"
+    ),
     "pp_widths_by_layer": dict(**PER_LAYER["widening"], pipe_parallel_size=2),
     "pp": dict(
         **GQA_TP4, **{**LAYERS, "num_layers": 3, "layer_types": LAYERS["layer_types"][:3]}, pipe_parallel_size=2

@@ -6,7 +6,7 @@ from megatron import costs
 from tests.helpers.configs import tiny_args
 from tests.helpers.distributed import run_distributed
 from tests.helpers.engines import build_engine, train
-from tests.helpers.geometries import GQA_TP4, NARROW, PER_LAYER, WIDE_NON_DIVISIBLE
+from tests.helpers.geometries import GQA_TP4, MIXED, NARROW, PER_LAYER, WIDE_NON_DIVISIBLE
 
 SMALL = dict(
     **WIDE_NON_DIVISIBLE, num_layers=3, weight_decay=0.1, norm="rmsnorm", activation="swiglu", ffn_hidden_size=72
@@ -43,6 +43,11 @@ LAYOUTS = {
     "half_zero1_widths_by_layer": dict(**HALF, **zero(1), **PER_LAYER["widening"]),
     "half_zero3_widths_by_layer": dict(
         **HALF, **zero(3, stage3_param_persistence_threshold=200), **PER_LAYER["progressive"]
+    ),
+    "tp_groups_of_heads": dict(**MIXED["gqa"], model_parallel_size=2, qk_norm_type="full_width"),
+    "pp_groups_of_heads": dict(**MIXED["gqa"], pipe_parallel_size=2, pipe_partition_method="parameters"),
+    "half_zero3_groups_of_heads": dict(
+        **HALF, **zero(3, stage3_param_persistence_threshold=200), **MIXED["mqa"], qk_norm_type="per_head"
     ),
     "madgrad": dict(**HALF, **zero(1), optimizer={"type": "madgrad_wd", "params": {"lr": 1e-3}}),
 }

@@ -1,5 +1,5 @@
-"""Costs of models whose layers differ in head_dim and num_kv_heads, drawn at random: the built model's parameters,
-torch's count of its operations, its allocated caches."""
+"""Costs of models whose layers differ in head_dim and num_kv_heads, or have heads of several widths, drawn at random:
+the built model's parameters, torch's count of its operations, its allocated caches."""
 
 import random
 
@@ -41,6 +41,27 @@ def draw(seed):
             continue
 
 
+def groups_of(chance):
+    """Groups of HEADS heads, with key/value heads of their own."""
+    first = chance.choice((2, 4, 8))
+    sizes = (first, HEADS - first) if chance.random() < 0.6 else (4, 4, 4)
+    return [[chance.choice(WIDTHS), heads, chance.choice([n for n in range(1, heads + 1) if not heads % n])]
+            for heads in sizes]  # fmt: skip
+
+
+def draw_mixed(seed):
+    """A drawn config with groups of heads in two of its layers."""
+    chance = random.Random(seed)
+    while True:
+        args, widths, _ = draw(chance.randrange(10**6))
+        groups = {layer: groups_of(chance) for layer in chance.sample(range(LAYERS), 2)}
+        items = [dict(layer=layer, groups=each) for layer, each in groups.items()]
+        try:
+            return args.update(head_dim=[*([width, 1] for width in widths), *items]), groups
+        except ConfigError:
+            continue
+
+
 @pytest.mark.parametrize("seed", range(25))
 def test_drawn_models(seed):
     """The widths are those that were drawn; parameters part by part; forward and backward operations; caches."""
@@ -48,6 +69,19 @@ def test_drawn_models(seed):
     geometries = [args.head_geometry(number) for number in range(LAYERS)]
     assert [geometry.head_dim for geometry in geometries] == widths
     assert [geometry.num_kv_heads for geometry in geometries] == kv_heads
+    check(args)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_drawn_models_with_groups_of_heads(seed):
+    args, groups = draw_mixed(seed)
+    for layer, expected in groups.items():
+        found = [[g.head_dim, g.num_attention_heads, g.num_kv_heads] for g in args.head_geometry(layer).groups]
+        assert found == expected
+    check(args)
+
+
+def check(args):
     model = build_model(args)
     built = dict.fromkeys(costs.parameter_parts(args), 0)
     for name, parameter in model.named_parameters():

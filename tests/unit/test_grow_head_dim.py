@@ -34,7 +34,8 @@ MORE = {
                                layer_types=["sliding_attention", "full_attention"]),
     "widths by layer, one scale": dict(VARIANTS["mqa progressive gpt_j"], softmax_scale=0.3),
 }  # fmt: skip
-CASES = [name for name in VARIANTS if name not in LAYER_NORMS + SCALES] + list(MORE)[:-1]
+GROUPS = [name for name in VARIANTS if "groups" in name]
+CASES = [name for name in VARIANTS if name not in (*LAYER_NORMS, *SCALES, *GROUPS)] + list(MORE)[:-1]
 """Names of tests.helpers.resharding, and some more."""
 
 
@@ -207,6 +208,8 @@ def test_rows_of_each_order():
         ("mha gated qk layernorm", 32, "qk_norm_type joint"),
         ("mha gpt_j", "[[24, 1], [12, 1]]", "layer 1 would get 12, and the checkpoint's are 16 wide"),
         ("widths by layer, one scale", "[10, 16, 20]", "these are the checkpoint's widths; nothing would grow"),
+        ("mha groups, per_head", 32, "gives layers 0-1 heads of several widths; only layers whose heads are alike"),
+        ("mha gpt_j", "[[24, 2], {layer: 1, groups: [[24, 2], [32, 2]]}]", "gives layer 1 heads of several widths"),
         ("mha gpt_j", "[[24, 3]]", "head_dim describes 3 layers and num_layers=2"),
         ("gqa gated rms", "[10, 16]", "(10 of 10 in layer 0, 10 of 16 in layer 1), and there is no one rotary_pct"),
         ("gqa rpe", "[10, 16]", "pos_emb=rpe has one table for all layers"),
