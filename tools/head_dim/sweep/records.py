@@ -52,7 +52,7 @@ def read_state(out: str, run: Run) -> Optional[State]:
         return None
 
 
-def begin(out: str, run: Run, data: Dict[str, Any]) -> State:
+def begin(out: str, run: Run, data: Dict[str, Any], threads: int) -> State:
     """The state of a run that is about to start or go on, with its config in place."""
     folder = os.path.join(out, run.folder)
     state = read_state(out, run)
@@ -63,6 +63,8 @@ def begin(out: str, run: Run, data: Dict[str, Any]) -> State:
         with open(os.path.join(folder, CONFIG), "w", encoding="utf-8") as file:
             yaml.safe_dump(run.config, file, sort_keys=False)
     state.status, state.error = UNFINISHED, None
+    state.attempts += 1
+    state.threads.append(threads)
     state.write(out, run)
     return state
 

@@ -91,11 +91,9 @@ def _is_done(out: str, run: Run) -> bool:
 
 def _start(out: str, run: Run, data: Dict[str, Any], jobs: int, lock: int) -> _Active:
     """Through deepy.py, in the sweep's folder, to which the run's paths are relative."""
-    state = records.begin(out, run, data)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     environment.setdefault("OMP_NUM_THREADS", str(threads(jobs, run.variant.processes)))
-    state.threads.append(int(environment["OMP_NUM_THREADS"]))
-    state.attempts += 1
+    state = records.begin(out, run, data, threads=int(environment["OMP_NUM_THREADS"]))
     config = os.path.join(run.folder, records.CONFIG)
     with open(os.path.join(out, run.folder, OUTPUT), "ab") as output:
         process = subprocess.Popen(
