@@ -22,13 +22,14 @@ class View:
         self._terminal = sys.stdout.isatty()
         self._console = Console(width=None if self._terminal else 140, highlight=False)
         self._bars = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[figures]}", markup=False),
             TimeRemainingColumn(),
             console=self._console,
             disable=not self._terminal,
+            refresh_per_second=2,
         )
         self._tasks: Dict[str, TaskID] = {}
         self._active: List[Run] = []
