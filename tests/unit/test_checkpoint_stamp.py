@@ -1,5 +1,6 @@
 """The geometry record: what it holds, and that each number in it is compared."""
 
+import copy
 import json
 
 import pytest
@@ -9,6 +10,7 @@ from megatron.checkpointing.stamp import STAMP_FILE
 from megatron.errors import CheckpointError
 from megatron.geometry import HeadGeometry
 from tests.helpers.checkpoints import plain_args
+from tests.helpers.configs import tiny_args
 from tests.helpers.geometries import ALL, WIDE_NON_DIVISIBLE
 
 
@@ -96,3 +98,51 @@ def test_rotary_width_of_the_yaml_is_compared(tmp_path):
 
 def test_without_record_and_yaml_nothing_is_claimed(tmp_path):
     check_stamp(plain_args(), str(tmp_path))
+
+
+GROUPS = [[24, 3], {"layer": 1, "groups": [[16, 3], [40, 3]]}]
+LAYERED = dict(WIDE_NON_DIVISIBLE, num_layers=3, pos_emb="none")
+OTHERS = {
+    "head_dim: 40 in the checkpoint, 24 in the config (layer 2)": dict(head_dim=[16, 24, 24]),
+    "num_kv_heads: 2 in the checkpoint, 3 in the config (layers 0-1)": dict(num_kv_heads=[3, 3, 2]),
+    "groups of heads: 6 of 24 in the checkpoint, 3 of 16 + 3 of 40 in the config (layer 1)": dict(
+        head_dim=[16, 24, 40, *GROUPS[1:]]
+    ),
+}
+
+
+@pytest.mark.parametrize("told", OTHERS)
+@pytest.mark.parametrize("recorded", (True, False))
+def test_the_layers_that_differ_are_named(tmp_path, told, recorded):
+    saved = dict(LAYERED, head_dim=[16, 24, 40])
+    if recorded:
+        write_stamp(tiny_args(**saved), str(tmp_path))
+    else:
+        (tmp_path / "configs").mkdir()
+        (tmp_path / "configs" / "a.yml").write_text(json.dumps(saved))
+    check_stamp(tiny_args(**saved), str(tmp_path))
+    with pytest.raises(CheckpointError) as error:
+        check_stamp(tiny_args(**{**saved, **OTHERS[told]}), str(tmp_path))
+    assert told in str(error.value)
+
+
+def test_each_group_of_heads_is_compared(tmp_path):
+    args = tiny_args(**{**LAYERED, "head_dim": GROUPS})
+    write_stamp(args, str(tmp_path))
+    check_stamp(args, str(tmp_path))
+    kept = json.loads((tmp_path / STAMP_FILE).read_text())
+    assert [len(layer.get("groups", [0])) for layer in kept["layers"]] == [1, 2, 1]
+    for path, value, told in (
+        (("softmax_scale",), 0.7, "group 1 of heads: softmax_scale: 0.7 in the checkpoint, 0.158"),
+        (("qkv_layout",), "per_head", "group 1 of heads: QKV row order: per_head in the checkpoint, per_rank here"),
+        (("geometry", "head_dim"), 42, "group 1 of heads: head_dim: 42 in the checkpoint, 40 in the config (layer 1)"),
+    ):
+        changed = copy.deepcopy(kept)
+        place = changed["layers"][1]["groups"][1]
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+        (tmp_path / STAMP_FILE).write_text(json.dumps(changed))
+        with pytest.raises(CheckpointError) as error:
+            check_stamp(args, str(tmp_path))
+        assert told in str(error.value)

@@ -169,3 +169,80 @@ def test_numbers_of_layers_in_words():
         "layers 0-2",
         "layers 0, 2-3, 7",
     ]
+
+
+GROUPED = {"layer": 1, "groups": [[16, 4], [40, 2]]}
+
+
+def test_groups_of_heads():
+    args = tiny_args(**{**HEADS, "num_kv_heads": 3}, num_layers=4, head_dim=[[24, 4], GROUPED], rotary_pct=0.5)
+    narrow, wide = HeadGeometry(80, 4, 2, 16, 8), HeadGeometry(80, 2, 1, 40, 20)
+    mixed = args.head_geometry(1)
+    assert mixed.groups == (narrow, wide) and args.head_geometry(3).groups == (args.head_geometry(3),)
+    assert (mixed.num_attention_heads, mixed.num_kv_heads, mixed.hidden_size) == (6, 3, 80)
+    assert (mixed.query_hidden_size, mixed.kv_hidden_size, mixed.qkv_hidden_size) == (64 + 80, 32 + 40, 144 + 2 * 72)
+    assert [args.attention_scale(1, group) for group in (0, 1)] == [16**-0.5, 40**-0.5]
+    assert [args.layer_attention(1, group).rotary.ndims for group in (0, 1)] == [8, 20]
+    assert args.layers_by_geometry() == {args.head_geometry(0): [0, 2, 3], mixed: [1]}
+    with pytest.raises(ConfigError, match="head_dim 16 with 2 kv heads and head_dim 40 with 1 kv heads in layer 1"):
+        args.head_geometry()
+    for name in ("head_dim", "rotary_ndims", "default_softmax_scale", "qkv_layout"):
+        assert not hasattr(mixed, name), "one number for several widths"
+
+
+def test_groups_of_all_layers_and_of_one_kind_of_layer():
+    pairs = dict(num_layers=2, num_kv_heads=2)
+    args = tiny_args(
+        **{**HEADS, **pairs}, head_dim=[[24, 2], {**GROUPED, "layer": [0, 1], "groups": [[16, 3], [40, 3]]}]
+    )
+    assert len(args.layers_by_geometry()) == 1 and not args.has_uniform_heads
+    own = tiny_args(**{**HEADS, **pairs}, head_dim=[[24, 2], {"layer": 0, "groups": [[16, 2, 1], [40, 4, 4]]}])
+    assert [group.num_kv_heads for group in own.head_geometry(0).groups] == [1, 4], "instead of the layer's 2"
+    alone = tiny_args(**{**HEADS, **pairs}, head_dim=[[24, 2], {"layer": 0, "groups": [[40, 6]]}])
+    assert alone.head_geometry(0) == HeadGeometry(80, 6, 2, 40, 40)
+
+
+def test_the_ranks_share_of_groups():
+    args = tiny_args(**{**HEADS, "num_kv_heads": 3}, num_layers=2, head_dim=[[24, 2], GROUPED])
+    share = args.head_geometry(1).shard(2)
+    assert [(group.num_attention_heads, group.num_kv_heads) for group in share.groups] == [(2, 1), (1, 1)]
+    with pytest.raises(ConfigError, match="group of head_dim 40: num_attention_heads=2 does not divide by"):
+        args.head_geometry(1).shard(4)
+
+
+WRONG_GROUPS = [
+    (dict(groups=[[16, 4], [40, 1]]), "layer 1: its groups have 5 query heads in all, and num_attention_heads=6"),
+    (dict(groups=[[16, 1], [40, 5]]), "layer 1: group of 1 heads of 16: num_attention_heads=6 to num_kv_heads=2 makes"),
+    (dict(groups=[[16, 3, 2], [40, 3]]), "group of 3 heads of 16: num_attention_heads=3 is not a multiple of num_kv"),
+    (dict(groups=[[16, 3], [41, 3]]), "group of 3 heads of 41: rotary_pct=1.0 of head_dim=41 rotates 41"),
+    (dict(groups=[[16, 3], [40]]), "groups: [[16, 3], [40]], which must be a list of [width, query heads]"),
+    (dict(groups=[[16, True], [40, 3]]), "which must be a list of [width, query heads]"),
+    (dict(groups=[]), "groups: [], which must be"),
+    (dict(groups={"16": 3}), "which must be a list"),
+    (dict(layer=2), "layer: 2, which must be the number of a layer, from 0 to 1"),
+    (dict(layer=True), "layer: True, which must be"),
+    (dict(layer=[]), "layer: [], which must be"),
+    (dict(layer=[1, 1]), "layer 1 is given groups twice"),
+    (dict(heads=3), "an item for a layer with heads of several widths is written {layer: 4, groups:"),
+]
+
+
+@pytest.mark.parametrize("change, message", WRONG_GROUPS)
+def test_faults_of_groups(change, message):
+    item = {"layer": 1, "groups": [[16, 3], [40, 3]], **change}
+    found = problems(num_layers=2, head_dim=[[24, 2], item])
+    assert any(message in problem for problem in found), found
+
+
+def test_what_heads_of_several_widths_do_not_go_with():
+    settings = dict(**HEADS, head_dim=[[24, 2], {"layer": 1, "groups": [[16, 4], [40, 2]]}], num_layers=2)
+    settings["num_kv_heads"] = 6
+    for switch in ("te_mha", "te_fp8_mha"):
+        (found,) = [text for text in problems(**settings, **{switch: True}) if "several" in text]
+        assert "gives layer 1 heads of several widths" in found and "set te_mha: false" in found
+    assert any(
+        "several" in text or "in groups" in text for text in problems(**settings, pos_emb="rpe", model_parallel_size=2)
+    )
+    assert tiny_args(**settings, pos_emb="rpe").head_geometry(1).groups[1].head_dim == 40
+    only_numbers = problems(num_layers=2, head_dim=24, num_kv_heads=[2, {"layer": 1, "groups": [[16, 6]]}])
+    assert any("num_kv_heads holds {'layer'" in text for text in only_numbers)
