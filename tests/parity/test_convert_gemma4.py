@@ -1,9 +1,35 @@
 """Gemma 4's dense text model, in and out: logits as transformers', tensors and configs unchanged; what is refused."""
 
-import pytest
-from transformers import Gemma4TextConfig
+import json
+import re
 
-from tests.helpers.convert_models import check_family, hf_config
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+from megatron import costs
+from megatron.convert.families import FAMILIES
+from megatron.convert.importing import import_hf
+from megatron.convert.rules import write_out
+from megatron.errors import ConversionError
+from tests.helpers.configs import tiny_args
+from tests.helpers.convert_models import (
+    PADDED,
+    as_ours,
+    check_family,
+    differing_settings,
+    hf_config,
+    hf_model,
+    hf_tensors,
+    our_args,
+    our_logits,
+    text,
+    their_logits,
+)
+from tests.helpers.tolerances import FORWARD, assert_close
+from tools.head_dim import from_hf
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 PLAIN = {"rope_type": "default", "rope_theta": 300.0}
@@ -51,3 +77,112 @@ def config_of(**changes) -> Gemma4TextConfig:
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
 def test_in_and_out(changes):
     check_family(config_of(**changes))
+
+
+def test_global_layers_alone_need_no_rotary_numbers_of_others():
+    config = config_of(**CASES["global-only"], rope_parameters={FULL: SHARE})
+    args = our_args(FAMILIES["gemma4_text"], config)
+    tensors = hf_tensors(hf_model(config))
+    logits = our_logits(args, as_ours(FAMILIES["gemma4_text"], args, tensors), text())
+    assert_close(logits, their_logits(hf_model(config), text()), FORWARD)
+
+
+def test_published_model_has_as_many_parameters():
+    """Gemma-4-31B: transformers' own count of the class built on the meta device, of text tokens."""
+    config = Gemma4TextConfig(
+        hidden_size=5376,
+        num_hidden_layers=60,
+        num_attention_heads=32,
+        num_key_value_heads=16,
+        num_global_key_value_heads=4,
+        intermediate_size=21504,
+        sliding_window=1024,
+        attention_k_eq_v=True,
+        final_logit_softcapping=30.0,
+        hidden_size_per_layer_input=0,
+        use_bidirectional_attention="vision",
+    )
+    args = tiny_args(**{"padded_vocab_size": config.vocab_size, **FAMILIES["gemma4_text"].settings(config)})
+    assert args.head_dim == [[[256] * 5 + [512], "all"]] and args.num_kv_heads == [[[16] * 5 + [4], "all"]]
+    with torch.device("meta"):
+        hf = Gemma4ForCausalLM(config)
+    assert costs.num_parameters(args) == sum(parameter.numel() for parameter in hf.parameters()) == PARAMETERS_31B
+    lines = write_out(FAMILIES["gemma4_text"].rules(args), args, config.vocab_size)
+    theirs = {name: shape for line in lines for name, shape in zip(line.theirs, line.shapes, strict=True)}
+    assert theirs == {name: tuple(x.shape) for name, x in hf.state_dict().items() if name != "lm_head.weight"}
+
+
+PARAMETERS_31B = 30697345280
+
+REFUSED_IN = {
+    "hidden_size_per_layer_input=16": dict(hidden_size_per_layer_input=16),
+    "hidden_size_per_layer_input=256": dict(hidden_size_per_layer_input=...),
+    "num_kv_shared_layers=2": dict(num_kv_shared_layers=2),
+    "use_double_wide_mlp=True": dict(use_double_wide_mlp=True),
+    "enable_moe_block=True": dict(enable_moe_block=True, top_k_experts=1, moe_intermediate_size=8),
+    "num_experts=4: mixture of experts is not built": dict(num_experts=4),
+    "use_bidirectional_attention=all": dict(use_bidirectional_attention="all"),
+    "per_layer_config has intermediate_size": dict(per_layer_config={"1": {"intermediate_size": 20}}),
+    "none for sliding_attention, of which there are layers": dict(rope_parameters={FULL: SHARE}),
+    "does not use rope_theta, rope_type beside": dict(rope_parameters=PLAIN),
+    "partial_rotary_factor=0.5: a Gemma4ForCausalLM": dict(
+        rope_parameters={SLIDING: {**PLAIN, "partial_rotary_factor": 0.5}, FULL: SHARE}
+    ),
+    "rope_type=dynamic by layer type": dict(
+        rope_parameters={SLIDING: PLAIN, FULL: {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5000.0}}
+    ),
+    "text_config: this model has parts beside": dict(model_type="gemma4", text_config={"head_dim": 16}),
+}
+"""What a config.json says, and what is said of it."""
+
+
+@pytest.mark.parametrize("message", REFUSED_IN)
+def test_what_cannot_be_held_is_refused_by_name(message, tmp_path):
+    raw = {**config_of(**WIDE).to_dict(), **REFUSED_IN[message]}
+    with open(tmp_path / "config.json", "w") as file:
+        json.dump({key: value for key, value in raw.items() if value is not ...}, file)
+    save_file({}, tmp_path / "model.safetensors")
+    for refusing in (lambda: from_hf.yaml_text(str(tmp_path)), lambda: import_hf(str(tmp_path), str(tmp_path / "out"))):
+        with pytest.raises(ConversionError, match=re.escape(message)):
+            refusing()
+    assert not (tmp_path / "out").exists()
+
+
+def test_all_that_cannot_be_held_is_said_at_once():
+    config = config_of(**WIDE, num_kv_shared_layers=2, hidden_size_per_layer_input=8)
+    with pytest.raises(ConversionError) as caught:
+        FAMILIES["gemma4_text"].settings(config)
+    assert all(name in str(caught.value) for name in ("num_kv_shared_layers=2", "hidden_size_per_layer_input=8"))
+
+
+REFUSED_OUT = {
+    "softmax_scale=None": dict(softmax_scale=None),
+    "v_norm=False": dict(v_norm=False),
+    "layer_scalar=False": dict(layer_scalar=False),
+    "zero_centered_gamma=True": dict(zero_centered_gamma=True),
+    "layer_types ends with sliding_attention": dict(layer_types=[FULL] * 4 + [SLIDING], head_dim=12, num_kv_heads=3),
+    "the same heads in all layers of type sliding_attention": dict(head_dim=[12, 20, 40, 12, 40]),
+    "the same heads in all layers of type full_attention": dict(num_kv_heads=[3, 3, 2, 3, 1]),
+    "in layers of type full_attention only": dict(shared_key_value=True),
+    "the heads of a layer are of one width there": dict(
+        head_dim=[[12, 5], {"layer": 0, "groups": [[12, 4, 2], [20, 2, 1]]}], num_kv_heads=3
+    ),
+    "attn_logit_softcap=5.0": dict(attn_logit_softcap=5.0),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED_OUT)
+def test_what_the_class_cannot_say_is_not_exported(message):
+    family = FAMILIES["gemma4_text"]
+    args = our_args(family, config_of(**WIDE))
+    assert family.refusals(args) == []
+    (problem,) = family.refusals(args.update(**REFUSED_OUT[message]))
+    assert message in problem
+
+
+def test_the_yaml_of_a_config_json_is_the_model(tmp_path):
+    config = config_of(**WIDE)
+    config.save_pretrained(tmp_path)
+    settings = yaml.safe_load(from_hf.yaml_text(str(tmp_path)))
+    args = our_args(FAMILIES["gemma4_text"], config)
+    assert differing_settings(tiny_args(**{**settings, "padded_vocab_size": PADDED}), args) == {}

@@ -202,6 +202,9 @@ class Gemma3Text(Gemma2):
                 f"rope_parameters={config.rope_parameters}: transformers does not use {', '.join(others)} beside "
                 f"{' and '.join(LAYER_TYPES)}; write each of these two its own"
             ]
+        missing = [key for key in LAYER_TYPES if key in config.layer_types and not config.rope_parameters.get(key)]
+        if missing:
+            return [f"rope_parameters={config.rope_parameters} has none for {missing[0]}, of which there are layers"]
         problems = []
         for layer_type, view in _views(config).items():
             problems += whole_rotation_problems(view, self.architecture)
@@ -237,10 +240,11 @@ def query_pre_attn_scalar(neox_args) -> Optional[int]:
 
 
 def _views(config: Any) -> Dict[str, Any]:
-    """For each layer type, what looks like a config that has its rope_parameters for all layers."""
-    return {
-        layer_type: SimpleNamespace(rope_parameters=config.rope_parameters[layer_type]) for layer_type in LAYER_TYPES
-    }
+    """For each layer type, what looks like a config that has its rope_parameters for all layers; for a type that no
+    layer has, those of the other if it has none."""
+    given = {key: config.rope_parameters[key] for key in LAYER_TYPES if config.rope_parameters.get(key)}
+    any_given = next(iter(given.values()))
+    return {key: SimpleNamespace(rope_parameters=given.get(key, any_given)) for key in LAYER_TYPES}
 
 
 def _joined(by_type: Dict[str, Any]) -> Any:
