@@ -41,7 +41,7 @@ def _linears(column, row, args, **options):
             column(args, IN, MID, init_method=init, bias=False, row_groups=[16, 8], **options),
             column(args, IN, MID, init_method=init, row_groups=[13, 11], skip_bias_add=True, **options),
             row(args, MID, OUT, init_method=init, **options),
-            row(args, MID, OUT, init_method=init, skip_bias_add=True, **options),
+            row(args, MID, OUT, init_method=init, skip_bias_add=True, column_groups=[16, 8], **options),
         ]
 
 

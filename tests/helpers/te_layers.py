@@ -46,13 +46,12 @@ def native_name(key, norm):
 def copy_from_native(model, native, args):
     """Fill `model` from `native`, one rank each. Returns [(key, parameter, native parameter, native -> TE's rows)]."""
     gated = args.mlp_geometry().gated
-    order = te_row_order(args.head_geometry())
     theirs, pairs = dict(named_parameters(native)), []
     for key, parameter in named_parameters(model):
 
         def translate(tensor, key=key):
             if ".attention.qkv." in key:
-                return tensor[order]
+                return tensor[te_row_order(args.head_geometry())]
             return native_layout(key.rpartition(".")[2], tensor, gated)
 
         other = theirs.pop(native_name(key, args.norm))

@@ -238,8 +238,12 @@ MODELS = {
     "mlp": dict(WIDE_NON_DIVISIBLE, te_layernorm_mlp=True, activation="swiglu", norm="rmsnorm", use_bias_in_mlp=False),
     "parallel residual": dict(MHA, **EVERYTHING, norm="te_layernorm", gpt_j_residual=True, bias_gelu_fusion=True),
     "sandwich": dict(MQA, **EVERYTHING, norm="te_rmsnorm", norm_placement="sandwich", activation="geglu_tanh"),
+    "groups of heads": dict(
+        hidden_size=80, num_attention_heads=6, head_dim=[[24, 2], {"layer": 1, "groups": [[16, 4, 2], [40, 2]]}],
+        **EVERYTHING, norm="te_rmsnorm", activation="relu", qk_norm_type="per_head",
+    ),
     "all of it": dict(NARROW, **EVERYTHING, te_mha=True, norm="te_rmsnorm", activation="reglu", no_weight_tying=False),
-}
+}  # fmt: skip
 
 
 def _without_te(settings):
