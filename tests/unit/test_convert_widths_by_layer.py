@@ -48,6 +48,19 @@ def test_a_class_with_one_head_dim_refuses_several(name):
             choose_family(args, architecture=name)
 
 
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "mixtral"])
+def test_no_class_has_heads_of_several_widths_in_a_layer(name):
+    """Neither those whose layers may differ, even where all layers have the same groups."""
+    for layers in (0, [0, 1]):
+        args = tiny_args(
+            hidden_size=64, num_attention_heads=4, head_dim=[[16, 2], dict(layer=layers, groups=[[16, 2], [32, 2]])]
+        )
+        problem = FAMILIES[name].refusals(args)[0]
+        assert problem.startswith("head_dim=[[16, 2], {'layer': ")
+        assert "head_dim 16 with 2 kv heads and head_dim 32 with 2 kv heads in layer" in problem
+        assert f"a {FAMILIES[name].architecture} has heads of one width in a layer" in problem
+
+
 @pytest.mark.parametrize("name", ONE_WIDTH)
 def test_runs_of_one_width_are_that_width(name):
     family, plain = FAMILIES[name], args_of(name)

@@ -132,6 +132,19 @@ def test_widths_by_layer(tmp_path, capsys, changes, verdict, status, said):
         )
 
 
+def test_groups_of_heads_in_a_layer(tmp_path, capsys):
+    """Named as other layers that differ; each group is split by itself."""
+    widths = [[128, 64], dict(layer=[3, 63], groups=[[64, 32, 4], [192, 32, 4]])]
+    status, report = verify(capsys, written(tmp_path, head_dim=widths))
+    assert status == 1
+    assert report["verdict"] == "Qwen3-32B, but head_dim=64 + 192 (layers 3, 63): published 128"
+    assert report["tensor_parallel"]["8"].endswith(
+        "layers 3, 63: 4 heads and 1 kv heads of 64 a rank, each on 2 ranks + 4 heads and 1 kv heads of 192 a rank, each "
+        "on 2 ranks"
+    )
+    assert "0.125 + 0.0721688 (layers 3, 63), the default" in "".join(report["notes"])
+
+
 def test_a_hugging_face_model_of_several_widths_is_recognised(tmp_path, capsys):
     """One that cannot be held for other reasons: its numbers are those of the file."""
     config = dict(

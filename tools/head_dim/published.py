@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
-from megatron.neox_arguments.equal_widths import by_layer_text, layers_by_value
+from megatron.neox_arguments.equal_widths import by_layer_text, layer_text, layers_by_value
 from megatron.neox_arguments.per_layer import layers_text
 
 DATA = Path(__file__).parent / "data" / "geometries.json"
@@ -121,7 +121,7 @@ def differences(numbers: Mapping[str, Any], model: Published, keys: Sequence[str
             found.append(f"{key}={by_layer_text(ours)}: published {by_layer_text(theirs)}")
         else:
             found += [
-                f"{key}={mine} ({layers_text(layers)}): published {published}"
+                f"{key}={layer_text(mine)} ({layers_text(layers)}): published {layer_text(published)}"
                 for (mine, published), layers in layers_by_value(pairs).items()
                 if not _equal(mine, published)
             ]

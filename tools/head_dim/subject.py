@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Optional, Sequence
 
 from megatron.errors import CheckpointError, ConfigError, ConversionError
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.equal_widths import one_or_each, one_or_list
+from megatron.neox_arguments.equal_widths import head_dims, one_or_each, one_or_list
 from tools.head_dim import configs
 from tools.head_dim.configs import CONFIG_JSON
 
@@ -56,7 +56,7 @@ def numbers_of(args: NeoXArgs) -> Dict[str, Any]:
         "num_layers": args.num_layers,
         "num_attention_heads": args.num_attention_heads,
         "num_kv_heads": one_or_each(args, lambda geometry: geometry.num_kv_heads),
-        "head_dim": one_or_each(args, lambda geometry: geometry.head_dim),
+        "head_dim": one_or_each(args, head_dims),
         "intermediate_size": args.mlp_geometry().ffn_hidden_size,
         "vocab_size": args.padded_vocab_size,
         "rope_theta": (base.get("full_attention") if isinstance(base, dict) else base) if rotary else None,
@@ -127,7 +127,9 @@ def _shape_problems(reader: Any, args: NeoXArgs) -> List[str]:
 
     ranks, problems = reader.model_parallel_size, []
     for whole, numbers in args.layers_by_geometry().items():
-        if whole.kv_replicas(ranks) > 1:  # each rank's file has a share of a key/value head's rows
+        if any(
+            group.kv_replicas(ranks) > 1 for group in whole.groups
+        ):  # each rank's file has a share of a key/value head's rows
             continue
         geometry = whole.shard(ranks)
         wanted = {

@@ -15,8 +15,9 @@ from typing import Any, Dict, List, Optional
 
 from megatron.errors import ConfigError
 from megatron.geometry import HeadGeometry
+from megatron.mixed_geometry import AnyHeadGeometry
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.equal_widths import by_layer_text, one_or_list
+from megatron.neox_arguments.equal_widths import by_layer_text, of_groups, one_or_each, one_or_list, softmax_scales
 from megatron.neox_arguments.widths import named_layers
 from tools.head_dim import published
 from tools.head_dim.subject import Subject, read_subject
@@ -109,11 +110,16 @@ def _function_problems(subject: Subject, model: Optional[published.Published], d
 
 def _scales(args: NeoXArgs) -> Any:
     """The softmax scale, or those of all layers, rounded for print."""
-    return one_or_list([float(f"{args.attention_scale(number):.6g}") for number in range(args.num_layers)])
+    return one_or_list([_rounded(softmax_scales(args, number)) for number in range(args.num_layers)])
 
 
-def _all(one_or_each_layer: Any) -> List[Any]:
-    return one_or_each_layer if isinstance(one_or_each_layer, list) else [one_or_each_layer]
+def _rounded(scale: Any) -> Any:
+    return tuple(map(_rounded, scale)) if isinstance(scale, tuple) else float(f"{scale:.6g}")
+
+
+def _all(value: Any) -> List[float]:
+    """The numbers of all layers and groups."""
+    return [number for each in value for number in _all(each)] if isinstance(value, (list, tuple)) else [value]
 
 
 def _backend_problems(subject: Subject) -> List[str]:
@@ -149,11 +155,8 @@ def _notes(subject: Subject, model: Optional[published.Published]) -> List[str]:
 
 
 def _scale_note(args: NeoXArgs) -> str:
-    scales = [args.attention_scale(number) for number in range(args.num_layers)]
-    defaults = [args.head_geometry(number).default_softmax_scale for number in range(args.num_layers)]
-    usual = all(abs(scale - default) < 1e-9 for scale, default in zip(scales, defaults, strict=True))
-    rounded = by_layer_text(one_or_list([float(f"{default:.6g}") for default in defaults]))
-    word = "the default" if usual else f"not head_dim ** -0.5 = {rounded}"
+    usual = one_or_each(args, lambda geometry: of_groups(geometry, lambda group: _rounded(group.default_softmax_scale)))
+    word = "the default" if usual == _scales(args) else f"not head_dim ** -0.5 = {by_layer_text(usual)}"
     return f"softmax scale {by_layer_text(_scales(args))}, {word}"
 
 
@@ -170,13 +173,17 @@ def _splits(subject: Subject) -> Dict[str, str]:
     return result
 
 
-def _split(geometry: HeadGeometry, size: int) -> str:
+def _split(geometry: AnyHeadGeometry, size: int) -> str:
     problems = geometry.shard_problems(size)
     if problems:
         return "; ".join(problems)
-    part, shared = geometry.shard(size), geometry.kv_replicas(size)
-    word = f", each on {shared} ranks" if shared > 1 else ""
-    return f"{part.num_attention_heads} heads and {part.num_kv_heads} kv heads a rank{word}"
+    texts = []
+    for group in geometry.groups:
+        part, shared = group.shard(size), group.kv_replicas(size)
+        width = f" of {group.head_dim}" if len(geometry.groups) > 1 else ""
+        word = f", each on {shared} ranks" if shared > 1 else ""
+        texts.append(f"{part.num_attention_heads} heads and {part.num_kv_heads} kv heads{width} a rank{word}")
+    return " + ".join(texts)
 
 
 def _without_padding(lines: List[str], subject: Subject, model: Optional[published.Published]) -> List[str]:

@@ -8,7 +8,7 @@ from megatron.convert.rules import Rule
 from megatron.errors import ConfigError, ConversionError
 from megatron.geometry import HeadGeometry
 from megatron.neox_arguments.fields import defaults
-from megatron.neox_arguments.widths import PER_LAYER, described, is_per_layer
+from megatron.neox_arguments.widths import PER_LAYER, described, is_per_layer, mixed_layers
 
 __all__ = [
     "COMMON",
@@ -155,7 +155,7 @@ class Family:
 
     def refusals(self, neox_args) -> List[str]:
         """Why this family cannot hold the model, as setting=value and the reason; empty if it can."""
-        widths = [] if self.by_layer else width_refusals(self.architecture, neox_args)
+        widths = width_refusals(self, neox_args)
         # The rest asks for the one geometry of the model.
         return [*widths, *self._unexpressed(neox_args), *([] if widths else self.further_refusals(neox_args))]
 
@@ -176,14 +176,18 @@ class Family:
         return problems
 
 
-def width_refusals(architecture: str, neox_args) -> List[str]:
-    """What a class with one head_dim says of layers that differ: which do, and where they can go."""
-    found = neox_args.layers_by_geometry()
-    if len(found) == 1:
+def width_refusals(family: Family, neox_args) -> List[str]:
+    """Why a class with one head_dim cannot hold layers that differ: which do, and where they can go. No class can hold
+    heads of several widths in a layer."""
+    if neox_args.has_uniform_heads or (family.by_layer and not mixed_layers(neox_args)):
         return []
+    found = neox_args.layers_by_geometry()
     given = {name: getattr(neox_args, name) for name in PER_LAYER}
     settings = ", ".join(f"{name}={value}" for name, value in given.items() if is_per_layer(value))
-    return [f"{settings}: {described(found)}; a {architecture} has the same heads in all layers{families_by_layer()}"]
+    reason = f"a {family.architecture} has the same heads in all layers{families_by_layer()}"
+    if mixed_layers(neox_args):
+        reason = f"a {family.architecture} has heads of one width in a layer, as all classes of transformers have"
+    return [f"{settings}: {described(found)}; {reason}"]
 
 
 def families_by_layer() -> str:
@@ -214,7 +218,9 @@ def _is_unused(name: str, neox_args) -> bool:
 
 _NEUTRAL = {
     "softmax_scale": lambda args: all(
-        args.softmax_scale == geometry.default_softmax_scale for geometry in args.layers_by_geometry()
+        args.softmax_scale == group.default_softmax_scale
+        for geometry in args.layers_by_geometry()
+        for group in geometry.groups
     ),
     "embedding_multiplier": lambda args: args.embedding_multiplier == 1,
     "no_rope_layers": lambda args: all(args.no_rope_layers),
