@@ -3,7 +3,7 @@
 from megatron.costs.cache import kv_cache_bytes, kv_cache_bytes_per_rank, kv_cache_bytes_per_token
 from megatron.costs.flops import decode_flops, flops_per_token, forward_flops, keys_per_query
 from megatron.costs.memory import MemoryEstimate, memory_of_stage, memory_per_rank
-from megatron.costs.parameters import num_parameters, parameter_parts
+from megatron.costs.parameters import num_parameters, num_trained_parameters, parameter_parts
 from megatron.costs.stages import stage_layers
 from megatron.costs.table import geometry_table
 
@@ -20,6 +20,7 @@ __all__ = [
     "memory_of_stage",
     "memory_per_rank",
     "num_parameters",
+    "num_trained_parameters",
     "parameter_parts",
     "stage_layers",
 ]

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import List, NamedTuple, Optional
 
 from megatron.costs.activations import Batch, attention_bytes, kernels_of, layer_activations, norm_bytes
-from megatron.costs.parameters import count, share
+from megatron.costs.parameters import share
 from megatron.costs.stages import FIRST_TRANSFORMER_LAYER, Stage, stage_parameters, stages
 from megatron.costs.states import States, states
 from megatron.mpu.fused_linear_cross_entropy import IN_CACHE
@@ -127,8 +127,10 @@ def _late_share(neox_args, stage: Stage, checkpointed: List[List[int]]) -> float
     """See _Kept.late."""
     numbers = checkpointed[0] if checkpointed else stage.layers[:1]
     beginning = replace(stage, end=max(stage.first, FIRST_TRANSFORMER_LAYER + max(numbers, default=-1) + 1))
-    late, every = (count(stage_parameters(neox_args, part)) for part in (beginning, stage))
-    return late / every
+    late, every = (
+        sum(shape.numel for shape in stage_parameters(neox_args, part) if shape.trains) for part in (beginning, stage)
+    )
+    return late / every if every else 0.0
 
 
 def _segments(neox_args, stage: Stage) -> List[List[int]]:

@@ -1,17 +1,20 @@
 """The parameters of a model, one by one: of the whole model, or of one tensor-parallel rank."""
 
 import math
-from typing import Dict, List, NamedTuple, Tuple
+from typing import Dict, List, NamedTuple, Optional, Tuple
+
+from megatron.neox_arguments.lora import lora_settings
 
 _NORM_VECTORS = {"layernorm": 2, "rmsnorm": 1, "non_parametric_layernorm": 0, "te_layernorm": 2, "te_rmsnorm": 1}
 """Parameter vectors of each norm; scalenorm has a single number instead."""
 
 
 class ParameterShape(NamedTuple):
-    """A parameter of one rank, and whether weight decay acts on it."""
+    """A parameter of one rank, whether weight decay acts on it, and whether it is trained at all."""
 
     shape: Tuple[int, ...]
     decays: bool = True
+    trains: bool = True
 
     @property
     def numel(self) -> int:
@@ -23,20 +26,25 @@ Shapes = List[ParameterShape]
 
 
 def num_parameters(neox_args) -> int:
-    """Trainable parameters; a tied output layer counts once. Equals the sum of numel over the built model."""
+    """All parameters; a tied output layer counts once. Equals the sum of numel over the built model."""
     return sum(parameter_parts(neox_args).values())
+
+
+def num_trained_parameters(neox_args) -> int:
+    """Those that training changes: with `lora` the adapters', else all."""
+    return num_parameters(neox_args) if neox_args.lora is None else parameter_parts(neox_args)["adapters"]
 
 
 def parameter_parts(neox_args) -> Dict[str, int]:
     """Parameters by part, however the model is split: embedding, positions (learned, or rpe's biases), attention, mlp,
-    norms, head.
+    norms, head, and with `lora` adapters.
 
     attention and mlp include biases; norms are those of the residual stream, of queries and keys, and the last one.
     A tied head is part of the embedding.
     """
     layers = range(neox_args.num_layers)
     norms = [shape for number in layers for shape in norm_shapes(neox_args, number, 1)]
-    return {
+    parts = {
         "embedding": count(embedding_shapes(neox_args, 1)),
         "positions": count(position_shapes(neox_args) + rpe_shapes(neox_args, 1)),
         "attention": sum(count(attention_shapes(neox_args, number, 1)) for number in layers),
@@ -44,6 +52,9 @@ def parameter_parts(neox_args) -> Dict[str, int]:
         "norms": count(norms + one_norm(neox_args, neox_args.hidden_size)),
         "head": count(head_shapes(neox_args, 1)),
     }
+    if neox_args.lora is not None:
+        parts["adapters"] = sum(count(adapter_shapes(neox_args, number, 1)) for number in layers)
+    return parts
 
 
 def count(shapes: Shapes) -> int:
@@ -60,12 +71,50 @@ def share(size: int, ranks: int) -> int:
 
 
 def layer_shapes(neox_args, number: int, ranks: int) -> Shapes:
-    """Every parameter of a transformer layer on one of `ranks` ranks, without rpe's table, which layers share."""
+    """Every parameter of a transformer layer on one of `ranks` ranks, without rpe's table, which layers share, and
+    without adapters."""
     return [
         *attention_shapes(neox_args, number, ranks),
         *mlp_shapes(neox_args, number, ranks),
         *norm_shapes(neox_args, number, ranks),
     ]
+
+
+def adapter_shapes(neox_args, number: int, ranks: int) -> Shapes:
+    """A and B of each adapter of a layer, on one of `ranks` ranks: see megatron/model/lora.py."""
+    found: Shapes = []
+    for target in adapted(neox_args, number):
+        rows, columns = (
+            (target.rows, share(target.columns, ranks))
+            if target.parts is None
+            else (share(target.rows, ranks), target.columns)
+        )
+        found += [ParameterShape(((target.parts or 1) * target.rank, columns)), ParameterShape((rows, target.rank))]
+    return found
+
+
+class Adapted(NamedTuple):
+    """A weight [rows, columns], of all ranks, with its adapter. parts: of its rows, with an A each; None where the
+    ranks split its columns."""
+
+    rows: int
+    columns: int
+    parts: Optional[int]
+    rank: int
+
+
+def adapted(neox_args, number: int) -> List[Adapted]:
+    """The weights of a layer that have adapters; none without `lora`."""
+    settings = lora_settings(neox_args)
+    heads, mlp = neox_args.head_geometry(number), neox_args.mlp_geometry(number)
+    qkv_parts = 1 + max(group.kv_parts for group in heads.groups)
+    weights = {
+        "query_key_value": (heads.qkv_hidden_size, heads.hidden_size, qkv_parts),
+        "dense": (heads.hidden_size, heads.query_hidden_size, None),
+        "linear1": (mlp.linear1_width, mlp.hidden_size, 2 if mlp.gated else 1),
+        "linear2": (mlp.hidden_size, mlp.ffn_hidden_size, None),
+    }
+    return [Adapted(*weights[target], settings.rank) for target in settings.targets] if settings else []
 
 
 def attention_shapes(neox_args, number: int, ranks: int) -> Shapes:

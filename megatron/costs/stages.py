@@ -84,16 +84,18 @@ def _class_names(neox_args) -> List[str]:
 
 
 def _parameter_counts(neox_args) -> List[int]:
-    """Of each layer in the pipeline's list. Every transformer layer has rpe's table, when it is dealt out."""
+    """Of each layer in the pipeline's list. Every transformer layer has rpe's table, and nothing is frozen yet, when it
+    is dealt out."""
     ranks, rpe = neox_args.model_parallel_size, count(parameters.rpe_shapes(neox_args, neox_args.model_parallel_size))
-    layers = [count(parameters.layer_shapes(neox_args, number, ranks)) + rpe for number in range(neox_args.num_layers)]
+    layers = [count(_transformer_layer(neox_args, number)) + rpe for number in range(neox_args.num_layers)]
     embedding, head = count(_embedding(neox_args)), count(parameters.head_shapes(neox_args, ranks))
     norm = count(parameters.one_norm(neox_args, neox_args.hidden_size))
     return [embedding, 0, *layers, 0, norm, head if neox_args.no_weight_tying else embedding]
 
 
 def stage_parameters(neox_args, stage: Stage) -> Shapes:
-    """Every parameter of one tensor-parallel rank of a stage. A tied embedding is on the first and the last stage."""
+    """Every parameter of one tensor-parallel rank of a stage. A tied embedding is on the first and the last stage. With
+    `lora` only adapters are trained."""
     ranks, found = neox_args.model_parallel_size, []
     if stage.has_embedding or (stage.has_head and not neox_args.no_weight_tying):
         found += _embedding(neox_args)
@@ -105,7 +107,15 @@ def stage_parameters(neox_args, stage: Stage) -> Shapes:
         found += parameters.one_norm(neox_args, neox_args.hidden_size)
     if stage.has_head:
         found += parameters.head_shapes(neox_args, ranks)
-    return found
+    if neox_args.lora is None:
+        return found
+    adapters = [parameters.adapter_shapes(neox_args, number, ranks) for number in stage.layers]
+    return [shape._replace(trains=False) for shape in found] + sum(adapters, [])
+
+
+def _transformer_layer(neox_args, number: int) -> Shapes:
+    shapes = (parameters.layer_shapes, parameters.adapter_shapes)
+    return [shape for of_layer in shapes for shape in of_layer(neox_args, number, neox_args.model_parallel_size)]
 
 
 def _embedding(neox_args) -> Shapes:

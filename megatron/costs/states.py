@@ -53,10 +53,20 @@ def zero_stage(neox_args) -> int:
 
 
 def states(neox_args, parameters: Shapes, replicas: int) -> States:
-    """The bytes of a rank with these parameters in a group of `replicas` data-parallel ranks."""
+    """The bytes of a rank with these parameters in a group of `replicas` data-parallel ranks.
+
+    Frozen ones are weights only, and whole but for ZeRO 3.
+    """
+    trained = [parameter for parameter in parameters if parameter.trains]
+    if zero_stage(neox_args) == 3:
+        return _zero3(neox_args, parameters, trained, replicas)
+    frozen = precision_bytes(neox_args) * (count(parameters) - count(trained))
+    held = _of_trained(neox_args, trained, replicas) if trained else States(0, 0, 0, 0, 0)
+    return held._replace(weights=held.weights + frozen)
+
+
+def _of_trained(neox_args, parameters: Shapes, replicas: int) -> States:
     stage = zero_stage(neox_args)
-    if stage == 3:
-        return _zero3(neox_args, parameters, replicas)
     in_bf16 = neox_args.precision == "bfloat16"
     if in_bf16 and (neox_args.is_pipe_parallel if stage == 0 else stage == 1 and accumulation_bytes(neox_args) == 4):
         return _bf16_optimizer(neox_args, parameters, replicas)
@@ -109,9 +119,9 @@ def _zero(neox_args, parameters, replicas: int, stage: int) -> States:
     return States(size * sum(flats), gradients, optimizer, _bucket_bytes(neox_args), step)
 
 
-def _zero3(neox_args, parameters, replicas: int) -> States:
+def _zero3(neox_args, parameters, trained, replicas: int) -> States:
     size, master = precision_bytes(neox_args), _master_bytes(neox_args)
-    share = sum(-(-parameter.numel // replicas) for parameter in parameters)
+    held, share = (sum(-(-parameter.numel // replicas) for parameter in some) for some in (parameters, trained))
     threshold = int(_zero_setting(neox_args, "param_persistence_threshold", 100_000))
     whole = sum(parameter.numel for parameter in parameters if parameter.numel <= threshold and replicas > 1)
     live = (
@@ -123,7 +133,7 @@ def _zero3(neox_args, parameters, replicas: int) -> States:
     optimizer, step = master * share + kept, _flat_gradient_bytes(size, master) * share
     if _offloads(neox_args, "offload_optimizer"):
         optimizer = step = 0
-    weights = size * whole + (0 if _offloads(neox_args, "offload_param") else size * share)
+    weights = size * whole + (0 if _offloads(neox_args, "offload_param") else size * held)
     gradients = accumulation_bytes(neox_args) * share
     return States(weights, gradients, optimizer, _bucket_bytes(neox_args), step, size * live, standing=gradients)
 

@@ -4,8 +4,9 @@ from typing import List, Tuple
 
 from megatron.costs.cache import kv_cache_bytes_per_token
 from megatron.costs.flops import flops_per_token
-from megatron.costs.parameters import num_parameters
+from megatron.costs.parameters import num_parameters, num_trained_parameters
 from megatron.geometry import HeadGeometry
+from megatron.neox_arguments.lora import lora_settings
 from megatron.neox_arguments.per_layer import layers_text
 
 
@@ -29,9 +30,17 @@ def _geometry_rows(neox_args) -> List[Tuple[str, str]]:
         *(_width_rows(neox_args) if neox_args.has_uniform_heads else _rows_by_layer(neox_args)),
         ("MLP width", str(neox_args.mlp_geometry().ffn_hidden_size)),
         ("KV cache per token", f"{kv_cache_bytes_per_token(neox_args):,} bytes ({cache_dtype})"),
-        ("parameters", f"{num_parameters(neox_args):,}"),
+        ("parameters", _parameters(neox_args)),
         ("FLOPs per token", f"{flops_per_token(neox_args):.4g} (forward + backward)"),
     ]
+
+
+def _parameters(neox_args) -> str:
+    total, settings = num_parameters(neox_args), lora_settings(neox_args)
+    if settings is None:
+        return f"{total:,}"
+    trained = num_trained_parameters(neox_args)
+    return f"{total:,}, of which {trained:,} in adapters of rank {settings.rank} are trained ({trained / total:.2%})"
 
 
 def _width_rows(neox_args) -> List[Tuple[str, str]]:

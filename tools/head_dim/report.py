@@ -3,7 +3,7 @@
 import argparse
 import sys
 from dataclasses import asdict
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from rich.console import Console
 from rich.table import Table
@@ -11,13 +11,23 @@ from rich.table import Table
 from megatron import costs
 from megatron.errors import ConfigError
 from megatron.geometry import HeadGeometry
+from megatron.mixed_geometry import AnyHeadGeometry
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.equal_widths import layers_by_value, one_or_each, one_or_list
+from megatron.neox_arguments.equal_widths import (
+    head_dims,
+    layer_text,
+    layers_by_value,
+    of_groups,
+    one_or_each,
+    one_or_list,
+    softmax_scales,
+)
 from megatron.neox_arguments.per_layer import layers_text
 from tools.head_dim.backends import verdicts
 from tools.head_dim.devices import DEVICES, Device
 
 SUGGESTIONS = 3
+KV = "key/value"
 
 
 def report_on(args: NeoXArgs, options: argparse.Namespace) -> Dict[str, Any]:
@@ -26,6 +36,7 @@ def report_on(args: NeoXArgs, options: argparse.Namespace) -> Dict[str, Any]:
     return {
         "geometry": _geometry(args),
         "parameters": {**costs.parameter_parts(args), "total": costs.num_parameters(args)},
+        "trained_parameters": costs.num_trained_parameters(args),
         "flops": _flops(args, device, options.mfu),
         "kv_cache": _cache(args, options.batch),
         "memory": _memory(args, device),
@@ -33,15 +44,18 @@ def report_on(args: NeoXArgs, options: argparse.Namespace) -> Dict[str, Any]:
     }
 
 
-BY_LAYER: Dict[str, Callable[[HeadGeometry], Any]] = {
+BY_LAYER: Dict[str, Callable[[AnyHeadGeometry], Any]] = {
     "num_kv_heads": lambda geometry: geometry.num_kv_heads,
-    "head_dim": lambda geometry: geometry.head_dim,
+    "head_dim": head_dims,
     "query_width": lambda geometry: geometry.query_hidden_size,
     "kv_width": lambda geometry: geometry.kv_hidden_size,
     "qkv_width": lambda geometry: geometry.qkv_hidden_size,
-    "rotary_dimensions": lambda geometry: geometry.rotary_ndims,
+    "rotary_dimensions": lambda geometry: of_groups(geometry, lambda group: group.rotary_ndims),
 }
-"""What may differ from layer to layer: then there is a list in its place, with a number for each layer."""
+"""What may differ from layer to layer: then there is a list in its place, with a number for each layer; and where a
+layer's heads are in groups, a list of theirs in place of a number."""
+GROUPS = "groups"
+"""Only where there are such layers: [head_dim, query heads, key/value heads] of each group of each layer."""
 
 
 def _geometry(args: NeoXArgs) -> Dict[str, Any]:
@@ -50,11 +64,23 @@ def _geometry(args: NeoXArgs) -> Dict[str, Any]:
         "hidden_size": args.hidden_size,
         "num_attention_heads": args.num_attention_heads,
         **{name: one_or_each(args, number) for name, number in BY_LAYER.items()},
-        "softmax_scale": one_or_list([args.attention_scale(number) for number in range(args.num_layers)]),
+        **_groups(args),
+        "softmax_scale": one_or_list([softmax_scales(args, number) for number in range(args.num_layers)]),
         "mlp_width": args.mlp_geometry().ffn_hidden_size,
         "vocabulary": args.padded_vocab_size,
         "seq_length": args.seq_length,
     }
+
+
+def _groups(args: NeoXArgs) -> Dict[str, Any]:
+    layers = [args.head_geometry(number).groups for number in range(args.num_layers)]
+    if all(len(groups) == 1 for groups in layers):
+        return {}
+    return {GROUPS: [tuple(map(_group, groups)) for groups in layers]}
+
+
+def _group(group: HeadGeometry) -> Tuple[int, int, int]:
+    return group.head_dim, group.num_attention_heads, group.num_kv_heads
 
 
 def _flops(args: NeoXArgs, device: Optional[Device], mfu: float) -> Dict[str, Any]:
@@ -137,6 +163,9 @@ def tables(report: Dict[str, Any]) -> None:
         console.print("Widths by layer", _layers(geometry), sep="\n")
     total = report["parameters"]["total"]
     console.print("Parameters", _two_columns(report["parameters"], lambda n: f"{n:,}  {n / total:.1%}"), sep="\n")
+    if report["trained_parameters"] < total:
+        trained = report["trained_parameters"]
+        console.print(f"{trained:,} of them ({trained / total:.2%}) are trained, in adapters; the rest is frozen\n")
     forward = report["flops"]["forward"]
     rows = {key: value for key, value in report["flops"].items() if isinstance(value, (int, float))}
     speed = rows.pop("tokens_per_second_per_device", None)
@@ -181,7 +210,7 @@ def widths_by_layer(geometry: Dict[str, Any]) -> Dict[str, Dict[str, Any]]:
 
 
 def _layers(geometry: Dict[str, Any]) -> Table:
-    varying = [name for name, value in geometry.items() if isinstance(value, list)]
+    varying = [name for name, value in geometry.items() if isinstance(value, list) and name != GROUPS]
     table = Table("layers", *(name.replace("_", " ") for name in varying))
     for layers, of_layers in widths_by_layer(geometry).items():
         table.add_row(layers.rstrip(": ").split(" ", 1)[1], *(_plain(of_layers[name]) for name in varying))
@@ -191,9 +220,11 @@ def _layers(geometry: Dict[str, Any]) -> Table:
 def widths_drawn(geometry: Dict[str, Any]) -> str:
     """The way of the widths through one attention layer."""
     g = geometry
+    groups = g.get(GROUPS) or [(g["head_dim"], g["num_attention_heads"], g["num_kv_heads"])]
+    queries, keys = (" + ".join(f"{group[i]} x {group[0]}" for group in groups) for i in (1, 2))
+    queries, keys = (text.replace(" x", f" {kind} heads x", 1) for text, kind in ((queries, "query"), (keys, KV)))
     return (
-        f"residual {g['hidden_size']} -> QKV {g['qkv_width']} -> {g['num_attention_heads']} query heads x "
-        f"{g['head_dim']} = {g['query_width']}, {g['num_kv_heads']} key/value heads x {g['head_dim']} = "
+        f"residual {g['hidden_size']} -> QKV {g['qkv_width']} -> {queries} = {g['query_width']}, {keys} = "
         f"{g['kv_width']} -> output {g['query_width']} -> residual {g['hidden_size']}"
     )
 
@@ -213,7 +244,7 @@ def _backends(rows: List[Dict[str, Any]]) -> Table:
 
 
 def _plain(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return layer_text(value, lambda number: f"{number:.6g}" if isinstance(number, float) else str(number))
 
 
 def _size(number: float) -> str:
