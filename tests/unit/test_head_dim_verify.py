@@ -139,8 +139,8 @@ def test_groups_of_heads_in_a_layer(tmp_path, capsys):
     assert status == 1
     assert report["verdict"] == "Qwen3-32B, but head_dim=64 + 192 (layers 3, 63): published 128"
     assert report["tensor_parallel"]["8"].endswith(
-        "layers 3, 63: 4 heads and 1 kv heads of 64 a rank, each on 2 ranks + 4 heads and 1 kv heads of 192 a rank, each "
-        "on 2 ranks"
+        "layers 3, 63: 4 heads and 1 kv heads of 64 a rank, each on 2 ranks + "
+        "4 heads and 1 kv heads of 192 a rank, each on 2 ranks"
     )
     assert "0.125 + 0.0721688 (layers 3, 63), the default" in "".join(report["notes"])
 
