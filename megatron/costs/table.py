@@ -63,11 +63,13 @@ def _rows_by_layer(neox_args) -> List[Tuple[str, str]]:
     return [
         (
             layers_text(numbers),
-            f"head_dim {geometry.head_dim}, {geometry.num_kv_heads} kv heads, "
-            f"query width {geometry.query_hidden_size}, QKV {geometry.qkv_hidden_size}, rotary {_rotary(geometry)}, "
-            f"scale {neox_args.attention_scale(numbers[0]):.6g}",
+            f"{f'{heads.num_attention_heads} heads, ' if len(geometry.groups) > 1 else ''}"
+            f"head_dim {heads.head_dim}, {heads.num_kv_heads} kv heads, "
+            f"query width {heads.query_hidden_size}, QKV {heads.qkv_hidden_size}, rotary {_rotary(heads)}, "
+            f"scale {neox_args.attention_scale(numbers[0], group):.6g}",
         )
         for geometry, numbers in neox_args.layers_by_geometry().items()
+        for group, heads in enumerate(geometry.groups)
     ]
 
 
