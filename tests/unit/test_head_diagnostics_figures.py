@@ -164,6 +164,21 @@ def test_effective_rank():
     assert float(effective_rank(singular_values(torch.eye(9)))) == pytest.approx(9)
 
 
+def test_what_is_not_finite_is_nan_and_nothing_else():
+    """A decomposition of NaN would end a training run."""
+    sample, output_weight = sample_of(MHA, {})
+    right = score_figures(sample, attention_weights(sample), output_weight)
+    sample.q[3, 1] = torch.nan
+    broken = score_figures(sample, attention_weights(sample), output_weight)
+    for name in ("attention_rank", "score_rank", "entropy", "score_max"):
+        assert broken[name].isnan().tolist() == [False, True, False], name
+        assert broken[name][::2].tolist() == right[name][::2].tolist(), name
+    q = torch.randn(3, 16, 56)
+    q[2, 0, 0] = torch.inf
+    spectra = circuit_spectra(q, q, torch.randn(3, 16, 56), torch.randn(56, 48))
+    assert spectra["qk"].isnan().all(-1).tolist() == [False, False, True] and not spectra["ov"].isnan().any()
+
+
 def test_singular_values_of_a_product_that_is_not_made():
     left, right = torch.randn(3, 11, 4), torch.randn(3, 4, 9)
     expected = torch.linalg.svdvals(left.double() @ right.double())[..., :4]

@@ -121,7 +121,7 @@ def test_verdicts(claim, verdict):
     found = judge(BY_NAME[claim], figures)
     assert found.verdict == verdict, found.sentence
     assert found.mean == pytest.approx(mean, abs=1e-6) and found.measured.left_out == {}
-    assert found.sentence.lower().startswith(verdict) and f"{found.mean:.3g}" in found.sentence
+    assert found.sentence.lower().startswith(f"{verdict}.") and f"{found.mean:.3g}" in found.sentence
     assert str(BY_NAME[claim].wanted) in found.sentence
 
 
@@ -208,7 +208,8 @@ def test_page_pictures_and_data(tmp_path, capsys):
     text = (tmp_path / "claims.md").read_text()
     for verdict in judge_all(made_data()["studies"], CLAIMS):
         picture = f"claims_{verdict.claim.name}.png"
-        assert verdict.sentence in text and f"({picture})" in text and (tmp_path / picture).stat().st_size > 10_000
+        assert verdict.sentence.split(". ", 1)[1] in text and f"**{verdict.verdict.capitalize()}**" in text
+        assert f"({picture})" in text and (tmp_path / picture).stat().st_size > 10_000
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.suffix != ".png"}
     assert main(["claims", "--no-training", "--page", str(tmp_path)]) == 0
     assert "Not seen" in capsys.readouterr().out, "gradients do not grow in these figures"

@@ -33,7 +33,7 @@ def rank_per_doubling(study: Dict[str, Any]) -> Measured:
             "head_dim": width,
             "effective rank of attention": _mean_of(by_seed, width, "attention_rank"),
             "effective rank of the scores": _mean_of(by_seed, width, "score_rank"),
-            "its largest, all heads": _most(by_seed, width, "score_rank"),
+            "most of any head": _most(by_seed, width, "score_rank"),
             "validation loss": _mean_loss(by_seed, width),
         }
         for width in _widths(study)

@@ -87,9 +87,8 @@ def _section(verdict: Verdict, study: Dict[str, Any]) -> str:
     claim = verdict.claim
     lines = [
         f"\n## {claim.says[0].upper()}{claim.says[1:]}\n",
-        f"{verdict.sentence}\n",
+        f"**{verdict.verdict.capitalize()}**{verdict.sentence[len(verdict.verdict) :]}\n",
         f"- From: {claim.source}.",
-        f"- Measured: {claim.quantity}.",
         f"- Wanted: {claim.wanted}; {claim.why}.",
         f"- Study: [{claim.study}.yml](../tools/head_dim/studies/{claim.study}.yml). {study['about']} "
         f"{len(study['seeds'])} seeds, {_done(study)}.",

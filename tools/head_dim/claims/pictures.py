@@ -48,7 +48,7 @@ def _deciding(axis: Axes, verdict: Verdict) -> None:
     seen = [*effects.values(), low, *(verdict.interval or ()), *([high] if math.isfinite(high) else [])]
     room = 0.15 * (max(seen) - min(seen)) or 1.0
     top = max(seen) + room
-    axis.axhspan(low, min(high, top), color=BLUE, alpha=0.12, label=f"what the claim wants: {verdict.claim.wanted}")
+    axis.axhspan(low, min(high, top), color=BLUE, alpha=0.12, label=f"claimed: {verdict.claim.wanted}")
     axis.plot(list(effects), list(effects.values()), "o", color=GREY, label="each seed")
     if verdict.interval is not None:
         middle = max(effects) + 1
@@ -56,9 +56,9 @@ def _deciding(axis: Axes, verdict: Verdict) -> None:
         axis.errorbar([middle], [verdict.mean], [[below], [above]], fmt="s", color=RED, capsize=5, label="mean, 95 %")
     axis.set_ylim(min(seen) - room, top)
     axis.set_xticks(list(effects))
-    axis.set_xlabel("seed")
+    axis.set_xlabel("seed", labelpad=1)
     axis.set_title(_wrapped(verdict.claim.quantity), fontsize=9)
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
 
 
 def _rank(axis: Axes, verdict: Verdict, study: Dict[str, Any]) -> None:
@@ -68,6 +68,7 @@ def _rank(axis: Axes, verdict: Verdict, study: Dict[str, Any]) -> None:
         axis.plot(widths, _numbers(rows, name), "o-", color=colour, label=name)
     axis.plot(widths, widths, "--", color=GREY, label="head_dim, the bound of the scores' rank")
     axis.set_yscale("log", base=2)
+    axis.yaxis.set_major_formatter("{x:g}")
     _over_widths(axis, widths)
     axis.legend(fontsize=8)
 
@@ -105,10 +106,11 @@ def _losses(axis: Axes, verdict: Verdict, study: Dict[str, Any]) -> None:
     for run in study["runs"]:
         by_seed.setdefault(run["seed"], [None] * len(names))[names.index(run["variant"])] = run["loss"]
     for seed, losses in by_seed.items():
-        axis.plot(places, [math.nan if loss is None else loss for loss in losses], "o-", linewidth=0.8, label=str(seed))
+        known = [math.nan if None in (loss, losses[0]) else loss - losses[0] for loss in losses]
+        axis.plot(places, known, "o-", linewidth=0.8, label=str(seed))
     axis.set_xticks(list(places), [_wrapped(name, 24) for name in names], fontsize=9)
     axis.set_xlim(-0.3, len(names) - 0.7)
-    axis.set_ylabel("last validation loss")
+    axis.set_ylabel("loss less that of the first")
     axis.legend(title="seed", fontsize=8)
 
 

@@ -26,17 +26,17 @@ class Verdict:
     @property
     def sentence(self) -> str:
         """The verdict with its numbers."""
-        claim, seeds = self.claim, len(self.measured.effects)
+        seeds, quantity = len(self.measured.effects), self.claim.quantity
+        quantity = quantity if quantity.startswith("p ") else quantity[0].upper() + quantity[1:]
         if self.interval is None:
             tried = seeds + len(self.measured.left_out)
             return (
-                f"{self.verdict.capitalize()}: {seeds} of {tried} seeds give {claim.quantity}; at least {LEAST_SEEDS} "
-                "are needed."
+                f"{self.verdict.capitalize()}. {quantity}: {seeds} of {tried} seeds have it, {LEAST_SEEDS} are needed."
             )
         low, high = (f"{end:.3g}" for end in self.interval)
         return (
-            f"{self.verdict.capitalize()}: {claim.quantity} is {self.mean:.3g} (95 % interval {low} to {high}, {seeds} "
-            f"seeds); the claim wants {claim.wanted}."
+            f"{self.verdict.capitalize()}. {quantity}: {self.mean:.3g} (95 % interval {low} to {high}, {seeds} seeds); "
+            f"the claim wants {self.claim.wanted}."
         )
 
     def to_dict(self) -> Dict[str, Any]:
