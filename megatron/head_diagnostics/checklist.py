@@ -134,9 +134,15 @@ def _duplicates(report: HeadReport):
 
 
 def _unused_width(report: HeadReport):
+    ranks = {
+        (layer.layer, head): rank
+        for layer in report.layers
+        for head, rank in enumerate(layer.figures.get("qk_rank", ()))
+        if rank < UNUSED_WIDTH * layer.width_of(head)
+    }
     return _finding(
         "heads use little of their width to choose tokens",
-        _where(report, "qk_rank", lambda value, layer: value < UNUSED_WIDTH * layer.head_dim),
+        ranks,
         lambda worst: f"effective rank of W_q^T W_k down to {worst:.1f}",
         "Bhojanapalli et al. 2020: head_dim bounds the rank of the scores; how little of it suffices is not published",
         "a smaller head_dim, or adapters of that rank when tuning",

@@ -33,14 +33,14 @@ class HeadDiagnostics:
 
     def measure(self, gradients: bool = True) -> None:
         """Compute this stage's figures from what was recorded. gradients False: there was no backward pass."""
-        samples: Dict[int, LayerSample] = self._probes.take()
+        samples: Dict[int, List[LayerSample]] = self._probes.take()
         for number, attention in sorted(self._probes.attentions.items()):
-            sample = samples.get(number)
-            if sample is not None:
-                self._tokens = sample.q.shape[0]
+            groups = samples.get(number)
+            if groups is not None:
+                self._tokens = groups[0].q.shape[0]
             # Replicas of the model saw other texts; the first speaks for all.
             first = mpu.get_data_parallel_rank() == 0
-            layer = layer_report(attention, sample if first else None, gradients, self._spectra)
+            layer = layer_report(attention, groups if first else None, gradients, self._spectra)
             if layer is not None:
                 self._layers.append(layer)
 

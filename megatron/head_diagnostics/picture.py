@@ -77,16 +77,22 @@ def _whole_ticks(axis, labels) -> None:
 
 
 def _spectrum(axis: Axes, report: HeadReport, name: str) -> None:
-    """The median head of each layer, as parts of its largest value."""
+    """The median head of each layer (of each width in it), as parts of its largest value."""
     layers = [layer for layer in report.layers if name in layer.spectra]
     colours = plt.get_cmap("plasma")
     for position, layer in enumerate(layers):
-        by_index = zip(*layer.spectra[name], strict=True)
-        middle = [sorted(values)[len(values) // 2] for values in by_index]
-        largest = max(middle[0], 1e-30)
         colour = colours(position / max(1, len(layers) - 1) * 0.9)
-        axis.plot([max(value / largest, 1e-6) for value in middle], color=colour, linewidth=1)
+        for middle in _middle_heads(layer.spectra[name]):
+            largest = max(middle[0], 1e-30)
+            axis.plot([max(value / largest, 1e-6) for value in middle], color=colour, linewidth=1)
     axis.set_yscale("log")
     axis.set_title(f"singular values of {SPECTRA[name]}", fontsize=10)
     axis.set_xlabel(f"index; first layer dark, last layer bright ({len(layers)} layers)", fontsize=8)
     axis.tick_params(labelsize=7)
+
+
+def _middle_heads(spectra: List[List[float]]) -> List[List[float]]:
+    """At each index the median over the heads, for heads whose spectra are equally long."""
+    lengths = dict.fromkeys(map(len, spectra))
+    alike = ([values for values in spectra if len(values) == length] for length in lengths)
+    return [[sorted(values)[len(values) // 2] for values in zip(*heads, strict=True)] for heads in alike]

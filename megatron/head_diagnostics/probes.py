@@ -8,6 +8,7 @@ from torch import nn
 from megatron.errors import ConfigError
 from megatron.head_diagnostics.scores import LayerSample
 from megatron.model.attention import ParallelSelfAttention
+from megatron.model.attention.heads import HeadGroup
 
 
 class Probes:
@@ -21,24 +22,31 @@ class Probes:
 
     def __init__(self, model: nn.Module, tokens: int):
         self.attentions = attention_layers(model)
-        self._kernels = {number: _Recording(layer, tokens) for number, layer in self.attentions.items()}
+        self._kernels = {
+            number: [_Recording(group, tokens) for group in layer.head_groups]
+            for number, layer in self.attentions.items()
+        }
 
     def arm(self) -> None:
         """Keep what comes next."""
-        for kernel in self._kernels.values():
+        for kernel in self._all():
             kernel.sample, kernel.armed = None, True
 
-    def take(self) -> Dict[int, LayerSample]:
-        """By layer number (0-based), what was kept since `arm`; only once."""
-        samples = {number: kernel.sample for number, kernel in self._kernels.items() if kernel.sample is not None}
-        for kernel in self._kernels.values():
+    def take(self) -> Dict[int, List[LayerSample]]:
+        """By layer number (0-based), what was kept since `arm` of each group of its heads; only once."""
+        samples = {number: [kernel.sample for kernel in kernels] for number, kernels in self._kernels.items()}
+        for kernel in self._all():
             kernel.sample, kernel.armed = None, False
-        return samples
+        return {number: groups for number, groups in samples.items() if None not in groups}
 
     def remove(self) -> None:
         """Leave the model as it was."""
         for number, layer in self.attentions.items():
-            layer.kernel = self._kernels[number].kernel
+            for group, kernel in zip(layer.head_groups, self._kernels[number], strict=True):
+                group.kernel = kernel.kernel
+
+    def _all(self) -> List["_Recording"]:
+        return [kernel for kernels in self._kernels.values() for kernel in kernels]
 
 
 def attention_layers(model: nn.Module) -> Dict[int, ParallelSelfAttention]:
@@ -57,13 +65,13 @@ def attention_layers(model: nn.Module) -> Dict[int, ParallelSelfAttention]:
 class _Recording:
     """A kernel that keeps its first sequence when armed."""
 
-    def __init__(self, attention: ParallelSelfAttention, tokens: int):
-        self.kernel = attention.kernel
+    def __init__(self, group: HeadGroup, tokens: int):
+        self.kernel = group.kernel
         self.armed = False
         self.sample = None
-        self._attention = attention
+        self._group = group
         self._tokens = tokens
-        attention.kernel = self
+        group.kernel = self
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **function) -> torch.Tensor:
         """As the kernel's; q [s, b, n, d], k [t, b, m', d], v [t, b, m, d]."""
@@ -81,5 +89,5 @@ class _Recording:
             window=window,
             softcap=softcap,
             bias=bias,
-            rotary_ndims=self._attention.rotary_ndims,
+            rotary_ndims=self._group.rotary_ndims,
         )

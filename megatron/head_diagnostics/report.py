@@ -2,17 +2,18 @@
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.distributed as dist
 
 from megatron import mpu
+from megatron.geometry import HeadGeometry
 from megatron.head_diagnostics.circuits import circuit_figures, circuit_spectra
 from megatron.head_diagnostics.gradients import gradient_figures
 from megatron.head_diagnostics.ranks import singular_values
 from megatron.head_diagnostics.scores import LayerSample, attention_weights, score_figures, similarities
-from megatron.head_diagnostics.weights import head_gradients, head_weights
+from megatron.head_diagnostics.weights import HeadMatrices, head_gradients, head_weights
 from megatron.model.attention import ParallelSelfAttention
 
 ALIKE = 0.5
@@ -22,13 +23,20 @@ ALIKE = 0.5
 @dataclass
 class LayerReport:
     """One layer. figures: name -> one number per query head. alike: (head, head, cosine of their attention weights).
-    spectra: name -> singular values of each head, largest first: attention, qk, ov; empty unless asked for."""
+    spectra: name -> singular values of each head, largest first: attention, qk, ov; empty unless asked for.
+
+    Where heads are in groups of several widths, they are numbered through, and head_dim is a list with that of each.
+    """
 
     layer: int
-    head_dim: int
+    head_dim: Union[int, List[int]]
     figures: Dict[str, List[float]]
     alike: List[Tuple[int, int, float]] = field(default_factory=list)
     spectra: Dict[str, List[List[float]]] = field(default_factory=dict)
+
+    def width_of(self, head: int) -> int:
+        """Its head_dim."""
+        return self.head_dim[head] if isinstance(self.head_dim, list) else self.head_dim
 
 
 @dataclass
@@ -63,29 +71,44 @@ def plain(value: Any) -> Any:
 
 @torch.no_grad()
 def layer_report(
-    attention: ParallelSelfAttention, sample: Optional[LayerSample], gradients: bool, spectra: bool
+    attention: ParallelSelfAttention, samples: Optional[List[LayerSample]], gradients: bool, spectra: bool
 ) -> Optional[LayerReport]:
-    """The report of one layer on all ranks of its model-parallel group; all of them call it. None without a sample,
-    which replicas other than the first do not need."""
-    figures = {}
-    if gradients:
-        figures.update(gradient_figures(*head_gradients(attention), attention.geometry.queries_per_kv))
+    """The report of one layer on all ranks of its model-parallel group; all of them call it. None without samples, one
+    for each group of heads, which replicas other than the first do not need."""
+    gradients_of = head_gradients(attention) if gradients else [None] * len(attention.head_groups)
     weights = head_weights(attention)
-    if sample is None:
+    if samples is None:
         return None
+    groups = attention.geometry.groups
+    parts = [_group_report(*part, spectra) for part in zip(groups, weights, gradients_of, samples, strict=True)]
+    figures, found, probabilities = zip(*parts, strict=True)
+    widths = [group.head_dim for group in groups for _ in range(group.num_attention_heads)]
+    return LayerReport(
+        layer=attention.layer_number,
+        head_dim=widths if len(groups) > 1 else groups[0].head_dim,
+        figures=_numbered_through(figures),
+        alike=_alike(torch.cat([_over_ranks(each) for each in probabilities])),
+        spectra=_numbered_through(found) if spectra else {},
+    )
+
+
+def _group_report(
+    group: HeadGeometry, weights: HeadMatrices, gradients: Optional[HeadMatrices], sample: LayerSample, spectra: bool
+) -> Tuple[Dict[str, torch.Tensor], Dict[str, torch.Tensor], torch.Tensor]:
+    """Figures, spectra and attention weights of the heads of one group, this rank's."""
+    figures = {} if gradients is None else gradient_figures(*gradients, group.queries_per_kv)
     probabilities = attention_weights(sample)
     figures.update(score_figures(sample, probabilities, weights[-1]))
     found = circuit_spectra(*weights)
     figures.update(circuit_figures(found))
     if spectra:
         found["attention"] = singular_values(probabilities)
-    return LayerReport(
-        layer=attention.layer_number,
-        head_dim=attention.geometry.head_dim,
-        figures={name: _over_ranks(values).tolist() for name, values in figures.items()},
-        alike=_alike(_over_ranks(probabilities)),
-        spectra={name: _over_ranks(values).tolist() for name, values in found.items()} if spectra else {},
-    )
+    return figures, found, probabilities
+
+
+def _numbered_through(groups: Sequence[Dict[str, torch.Tensor]]) -> Dict[str, List[Any]]:
+    """By name, an entry for each head of all ranks: those of the first group, then those of the next."""
+    return {name: [each for group in groups for each in _over_ranks(group[name]).tolist()] for name in groups[0]}
 
 
 def _over_ranks(values: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,13 @@ LOOK = 2
 MODELS = {
     "gqa": dict(WIDE_NON_DIVISIBLE, norm="rmsnorm", activation="swiglu", ffn_hidden_size=52, use_qk_layernorm=True),
     "by_layer": dict(WIDE_NON_DIVISIBLE, head_dim=[16, 40], num_kv_heads=[[6, 1], [2, 1]]),
+    "groups": dict(
+        WIDE_NON_DIVISIBLE,
+        num_attention_heads=8,
+        num_kv_heads=4,
+        qk_norm_type="per_head",
+        head_dim=[[24, 2], dict(layer=1, groups=[[10, 6, 2], [32, 2, 2]])],
+    ),
     "mqa_alibi": dict(MQA, num_attention_heads=4, pos_emb="alibi"),
 }
 LAYOUTS = {
@@ -24,7 +31,11 @@ LAYOUTS = {
     "dp2 zero1": dict(zero_optimization={"stage": 1}),
     "dp2 zero3": dict(zero_optimization={"stage": 3}),
 }
-RUNS = [*(("gqa", layout) for layout in LAYOUTS), ("by_layer", "tp2"), ("by_layer", "pp2"), ("mqa_alibi", "tp2")]
+RUNS = [
+    *(("gqa", layout) for layout in LAYOUTS),
+    *((model, layout) for model in ("by_layer", "groups") for layout in ("tp2", "pp2")),
+    ("mqa_alibi", "tp2"),
+]
 """At two ranks the one key/value head of the second is shared."""
 
 
@@ -100,6 +111,44 @@ def test_widths_are_each_layers_own(reports):
         most = layer["head_dim"]
         ranks = layer["figures"]["qk_rank"] + layer["figures"]["ov_rank"]
         assert 0.5 * most < max(ranks) <= most + 1e-3
+
+
+def test_heads_are_numbered_over_the_groups(tmp_path):
+    """Gradient norms of the rows and columns of each head, which follow each other group by group; spectra as long as
+    each head is wide."""
+    from megatron.head_diagnostics import HeadDiagnostics
+    from megatron.head_diagnostics.picture import draw_report
+    from megatron.model.gpt2_model import GPT2ModelSequential, masked_cross_entropy
+    from tests.helpers.attention_reference import split_reference
+    from tests.helpers.configs import tiny_args
+
+    model = GPT2ModelSequential(tiny_args(**MODELS["groups"], seed=4))
+    attention = model.sequential[3].attention
+    kernels = [group.kernel for group in attention.groups]
+    diagnostics = HeadDiagnostics(model, tokens=9, spectra=True)
+    diagnostics.begin()
+    tokens = torch.randint(0, 128, (2, 17), generator=torch.Generator().manual_seed(1))
+    logits = model((tokens[:, :-1], torch.arange(16).expand(2, 16)))
+    masked_cross_entropy(logits, (tokens[:, 1:], torch.ones(2, 16))).backward()
+    diagnostics.measure()
+    report = diagnostics.report()
+    plain, mixed = report.layers
+    assert plain.head_dim == 24 and mixed.head_dim == [10] * 6 + [32] * 2
+    assert all(len(values) == 8 for values in mixed.figures.values())
+    assert [len(values) for values in mixed.spectra["qk"]] == [len(values) for values in mixed.spectra["ov"]]
+    assert [len(values) for values in mixed.spectra["qk"]] == mixed.head_dim
+    rows = attention.query_key_value.weight.grad.split([(6 + 4) * 10, (2 + 4) * 32])
+    columns = attention.dense.weight.grad.double().split([60, 64], dim=1)
+    found = iter(mixed.figures["gradient_norm"])
+    for part, dense, (n, m, d) in zip(rows, columns, ((6, 2, 10), (2, 2, 32)), strict=True):
+        q, k, v = (x[:, 0].double() for x in split_reference(part.mT.reshape(80, 1, -1), n, m, d))
+        for head in range(n):
+            squares = q[:, head].square().sum() + dense[:, head * d : (head + 1) * d].square().sum()
+            shared = k[:, head * m // n].square().sum() + v[:, head * m // n].square().sum()
+            assert next(found) == pytest.approx(float((squares + shared * m / n).sqrt()), rel=1e-4)
+    draw_report(report, str(tmp_path / "heads.png"), "groups")
+    diagnostics.close()
+    assert [group.kernel for group in attention.groups] == kernels
 
 
 def test_spectra_are_as_long_as_a_head_is_wide(tmp_path):

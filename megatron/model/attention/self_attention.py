@@ -143,10 +143,10 @@ class ParallelSelfAttention(HeadGroup):
         if self.groups is None:
             return self.dense(self._context(rows, kv_cache))  # [s, b, n·d] -> [s, b, h]
         caches = [None] * len(self.groups) if kv_cache is None else kv_cache.groups
-        parts = zip(self.groups, rows.split(self._rows_of_groups(), dim=-1), caches, strict=True)
+        parts = zip(self.groups, rows.split(self.rows_of_groups(), dim=-1), caches, strict=True)
         return self.dense(torch.cat([group._context(rows, cache) for group, rows, cache in parts], dim=-1))
 
-    def _rows_of_groups(self) -> List[int]:
+    def rows_of_groups(self) -> List[int]:
         """How many rows of the QKV projection each group has on this rank."""
         rank, ranks = mpu.get_model_parallel_rank(), mpu.get_model_parallel_world_size()
         return [sum(mpu.share_sizes(_row_groups(group), rank, ranks)) for group in self.geometry.groups]
