@@ -122,6 +122,37 @@ def test_widths_by_layer(tmp_path, capsys):
     assert f"{costs.num_parameters(args):,}" in page
 
 
+def test_groups_of_heads_in_a_layer(tmp_path, capsys):
+    settings = dict(MODEL, num_layers=3, head_dim=[[24, 3], dict(layer=1, groups=[[10, 4, 2], [40, 2, 1]])])
+    status, report = plan(capsys, tmp_path, settings)
+    args, geometry = args_of(settings), report["geometry"]
+    assert status == 0
+    assert geometry["head_dim"] == geometry["rotary_dimensions"] == [24, [10, 40], 24]
+    assert geometry["query_width"] == [144, 4 * 10 + 2 * 40, 144] and geometry["num_kv_heads"] == [2, 3, 2]
+    assert geometry["groups"] == [[[24, 6, 2]], [[10, 4, 2], [40, 2, 1]], [[24, 6, 2]]]
+    assert geometry["softmax_scale"] == [24**-0.5, [10**-0.5, 40**-0.5], 24**-0.5]
+    assert report["parameters"]["total"] == sum(p.numel() for p in build_model(args).parameters())
+    flash = {row["note"] for row in report["backends"] if row["backend"] == "flash" and row["runs"]}
+    assert flash == {"layer 1: computed at 16, with 6 columns of zeros"}
+    (te,) = (row for row in report["backends"] if row["backend"] == "te_mha")
+    assert not te["runs"] and "gives layer 1 heads of several widths" in te["note"]
+    assert main(["plan", str(tmp_path / "model.yml")]) == 0
+    page = " ".join(capsys.readouterr().out.split())
+    assert (
+        "layer 1: residual 80 -> QKV 240 -> 4 query heads x 10 + 2 x 40 = 120, 2 key/value heads x 10 + 1 x 40 = 60"
+        in page
+    )
+    assert "10 + 40" in page
+
+
+def test_all_layers_with_the_same_groups_are_still_listed(tmp_path, capsys):
+    """So that no list of groups can be taken for one of layers."""
+    groups = [[10, 4, 2], [40, 2, 1]]
+    _, report = plan(capsys, tmp_path, dict(MODEL, head_dim=[[24, 2], dict(layer=[0, 1], groups=groups)]))
+    assert report["geometry"]["head_dim"] == [[10, 40], [10, 40]]
+    assert report["geometry"]["query_width"] == 120
+
+
 def test_widths_by_layer_are_swept_and_made_equal(tmp_path, capsys):
     settings = dict(MODEL, num_layers=4)
     sweep = "head_dim=24,[[16,2],[32,2]],{schedule: progressive, base: 14, exponent: 0.5, multiple_of: 2}"
