@@ -40,6 +40,7 @@ def test_all_combinations_and_dotted_names():
     settings = found.settings_of(found.variants[1])
     assert settings["head_dim"] == 12
     assert settings["optimizer"] == {"type": "Adam", "params": {"lr": 3e-3, "eps": 1e-6}}
+    assert found.settings["optimizer"]["params"]["lr"] == 1e-3, "what variants share was changed"
     assert MODEL["optimizer"]["params"] == {"lr": 1e-3, "eps": 1e-8}, "the base was changed"
 
 
