@@ -87,21 +87,20 @@ def geometry(reader: CheckpointReader) -> Dict[str, str]:
         except NeoXError as error:
             return {"geometry": f"unknown: {str(error).splitlines()[0]}"}
     flat = [_numbers(layer) for layer in layers]
-    texts = {f"geometry.{name}": by_layer_text(one_or_list([layer.get(name) for layer in flat])) for name in flat[0]}
+    names = dict.fromkeys(name for layer in flat for name in layer)
+    texts = {f"geometry.{name}": by_layer_text(one_or_list([layer.get(name) for layer in flat])) for name in names}
     return {"geometry": f"from {source}", **texts}
 
 
 def _numbers(layer: Dict[str, Any]) -> Dict[str, Any]:
-    """A layer's entry in a stamp, flat; where its heads are in groups, the groups' numbers as "64 + 256"."""
-    kept = {name: value if not isinstance(value, list) else _sum(value) for name, value in layer.items()}
-    geometry = kept.pop("geometry")
-    groups = geometry.get("groups") or [geometry]
-    names = [name for name in groups[0] if name not in ("version", "hidden_size")]
-    return {"hidden_size": groups[0]["hidden_size"], **{n: _sum([group[n] for group in groups]) for n in names}, **kept}
-
-
-def _sum(values: List[Any]) -> Any:
-    return values[0] if len(values) == 1 else " + ".join(map(str, values))
+    """A layer's entry in a stamp, flat; where its heads are in groups, a tuple of the groups' numbers."""
+    groups = [{**group["geometry"], **group} for group in layer.get("groups") or [layer]]
+    names = [name for name in groups[0] if name not in ("version", "geometry", "hidden_size")]
+    widths = {name: tuple(group.get(name) for group in groups) for name in names}
+    return {
+        "hidden_size": groups[0]["hidden_size"],
+        **{name: values if len(values) > 1 else values[0] for name, values in widths.items()},
+    }
 
 
 def differences(first: CheckpointReader, second: CheckpointReader) -> Iterator[Difference]:

@@ -78,14 +78,18 @@ def test_a_stamp_is_preferred_and_a_missing_config_is_no_obstacle(tmp_path, caps
     tool.main([folder])
     assert "geometry: unknown: " in capsys.readouterr().out
     numbers = '{"hidden_size":64,"num_attention_heads":4,"num_kv_heads":2,"head_dim":%d,"rotary_ndims":12,"version":1}'
-    geometries = [numbers % 24, numbers % 32, numbers % 24]
-    layers = [f'{{"geometry":{each},"softmax_scale":0.2,"qkv_layout":"per_rank"}}' for each in geometries]
+    layers = [f'{{"geometry":{numbers % d},"softmax_scale":0.2,"qkv_layout":"per_rank"}}' for d in (24, 32, 24, 8, 16)]
+    layers = [*layers[:3], f'{{"groups":[{layers[3]},{layers[4]}]}}']
     (tmp_path / "global_step7" / "head_geometry.json").write_text(f'{{"version":1,"layers":[{",".join(layers)}]}}')
     tool.main([folder])
     shown = capsys.readouterr().out
-    assert "geometry: from the stamp" in shown and "geometry.softmax_scale: 0.2\n" in shown
-    assert "geometry.head_dim: 24 (layers 0, 2), 32 (layer 1)\n" in shown
-    assert "geometry.num_kv_heads: 2\n" in shown
+    assert (
+        "geometry: from the stamp" in shown
+        and "geometry.softmax_scale: 0.2 (layers 0-2), 0.2 + 0.2 (layer 3)\n" in shown
+    )
+    assert "geometry.head_dim: 24 (layers 0, 2), 32 (layer 1), 8 + 16 (layer 3)\n" in shown
+    assert "geometry.num_kv_heads: 2 (layers 0-2), 2 + 2 (layer 3)\n" in shown
+    assert "geometry.hidden_size: 64\n" in shown
 
 
 @pytest.mark.parametrize("form", [dict(tp=2), dict(sequential=True), dict(tp=2, sequential=True)], ids=str)
