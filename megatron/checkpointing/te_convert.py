@@ -77,7 +77,8 @@ class ConvertedReader(FromCheckpoint):
         number = min(max(index - FIRST_TRANSFORMER_LAYER, 0), last)
         heads, mlp = self._neox_args.head_geometry(number), self._neox_args.mlp_geometry(number)
         ranks = self.model_parallel_size
-        return Share(heads.shard(ranks), mlp.shard(ranks), heads.qkv_layout)
+        # Only te_mha moves these rows, and a layer that it can be has one group of heads.
+        return Share(heads.shard(ranks), mlp.shard(ranks), heads.groups[0].qkv_layout)
 
 
 def saved_settings(reader: CheckpointReader, values: Mapping[str, Any]) -> Settings:

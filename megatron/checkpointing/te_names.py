@@ -4,6 +4,7 @@ Every operation works on one tensor-parallel rank's share and only moves rows, s
 """
 
 import pickle
+import re
 from functools import cache
 from typing import Callable, Dict, Iterable, List, Mapping, NamedTuple
 
@@ -116,12 +117,29 @@ _COLUMNS = ("attention.query_key_value", "mlp.linear1", "final_linear")
 _ROWS = ("attention.dense", "mlp.linear2")
 
 
+_OF_GROUP = re.compile(r"attention\.(groups\.\d+\.)")
+
+
+def _renamed(name: str, rules: Dict[str, tuple]) -> tuple:
+    """(rule, new name) of a weight; (None, name) where no rule is. What a group of heads has for itself is renamed as
+    the same thing of an attention without groups."""
+    group = _OF_GROUP.match(name)
+    if group is None:
+        return rules.get(name, (None, name))
+    rule, new = rules.get(_without_group(name), (None, None))
+    return (None, name) if rule is None else (rule, f"{group[0]}{new.removeprefix('attention.')}")
+
+
+def _without_group(name: str) -> str:
+    return _OF_GROUP.sub("attention.", name)
+
+
 def form_of(names: Iterable[str]) -> Form:
     """The form of a model or layer whose weights have these names; a part of which there are none counts as native.
 
     Raises CheckpointError if a part has both.
     """
-    names = set(names)
+    names = set(map(_without_group, names))
     found: Dict[str, List[bool]] = {}
     for rule in TABLE:
         for native, te in rule.parameters.items():
@@ -145,7 +163,7 @@ def as_native(state: State, share: Share, is_rms: bool) -> State:
     for name, tensor in state.items():
         if is_extra_state(name):
             continue
-        rule, new = rules.get(name, (None, name))
+        rule, new = _renamed(name, rules)
         if new in native or (new != name and new in state):
             raise CheckpointError(f"{new} is there twice, under Transformer Engine's name ({name}) too")
         if rule is not None and rule.operation is not None:
@@ -160,7 +178,7 @@ def as_te(state: State, share: Share, form: Form) -> State:
     rules = _by_native_name(form)
     converted: State = {}
     for name, tensor in state.items():
-        rule, new = rules.get(name, (None, name))
+        rule, new = _renamed(name, rules)
         if rule is not None and rule.operation is not None:
             _check_rows(name, tensor, rule.operation, share)
             tensor = rule.operation.to_te(tensor, share)

@@ -6,7 +6,7 @@ from megatron.checkpointing import folders
 from megatron.checkpointing.reader import CheckpointReader
 from megatron.neox_arguments import NeoXArgs
 from tests.helpers.configs import tiny_values
-from tests.helpers.geometries import GQA_TP4, MHA, MHA_TP4, MQA, NARROW, QUOTIENT, WIDE_NON_DIVISIBLE
+from tests.helpers.geometries import GQA_TP4, MHA, MHA_TP4, MIXED, MQA, NARROW, QUOTIENT, WIDE_NON_DIVISIBLE
 from tests.helpers.resharding import random_layers, read_all, write_checkpoint
 from tools.ckpts import convert_te, reshard
 
@@ -28,14 +28,18 @@ CASES = {
     "widths by layer": dict(
         **{**GQA_TP4, "head_dim": [10, 16], "num_kv_heads": [[4, 1], [2, 1]]}, **SWIGLU, **RMS, use_bias_in_mlp=False
     ),
+    "groups of heads": dict(**MIXED["mha"], **RMS, **SWIGLU, qk_norm_type="per_head"),
     "qk norms": dict(**GQA_TP4, **RMS, activation="geglu_tanh", ffn_hidden_size=28, qk_norm_type="per_head"),
 }
 TP2 = [name for name in CASES if name not in ("mqa tied", "three heads")]
 SWITCHES = ("te_mha", "te_layernorm_mlp", "te_columnparallel", "te_rowparallel")
 
 
+KEEP_MHA = ("qk norms", "groups of heads")
+
+
 def parts_of(name):
-    return BUT_MHA if name == "qk norms" else ()
+    return BUT_MHA if name in KEEP_MHA else ()
 
 
 def settings_of(name):

@@ -23,6 +23,7 @@ from tests.helpers.te import install_te, requires_te
 from tests.helpers.te_attention import te_row_order
 from tests.helpers.te_conversion import (
     CASES,
+    KEEP_MHA,
     SWITCHES,
     TP2,
     assert_equal,
@@ -47,7 +48,7 @@ def test_names_and_rows(name, tmp_path):
     layers = {f"{index}.{key}": tensor for index, state in layers.items() for key, tensor in state.items()}
     reader = convert(tmp_path / "native", tmp_path / "te", "te", *parts_of(name))
     args = inference_args(reader)
-    assert args.te_mha == (name != "qk norms") and args.te_layernorm_mlp and args.norm.startswith("te_")
+    assert args.te_mha == (name not in KEEP_MHA) and args.te_layernorm_mlp and args.norm.startswith("te_")
     unused = dict(layers)
     for (_, index, key), tensor in weights_in(reader).items():
         expected = unused.pop(native_name(f"{index}.{key}", args.norm))
