@@ -253,10 +253,6 @@ def _shared_key_value(settings: Any) -> Iterator[str]:
     value = settings.shared_key_value
     if isinstance(value, dict) and not (is_by_layer_type(value) and all(type(each) is bool for each in value.values())):
         yield f"shared_key_value={value} must be true or false, or map {' and '.join(LAYER_TYPES)} to true or false"
-    elif is_by_layer_type(value):
-        unused = [layer_type for layer_type in value if layer_type not in settings.layer_types]
-        if unused:
-            yield f"shared_key_value={value}: no layer is of type {unused[0]}; remove that"
 
 
 def _qk_norm(settings: Any) -> Iterator[str]:

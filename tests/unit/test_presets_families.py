@@ -35,13 +35,16 @@ def load(name, **changes):
     return configs.load([str(ROOT / "configs" / name)], **changes)
 
 
-def one_layer(name):
-    """The first layer of a preset by itself, on one process, with a small vocabulary."""
-    args = load(name)
+def one_layer(name, number=0):
+    """A layer of a preset by itself, on one process, with a small vocabulary."""
+    args, here = load(name), slice(number, number + 1)
+    geometry, is_local = args.head_geometry(number), args.layer_types[number] == "sliding_attention"
     return load(
-        name, num_layers=1, layer_types=args.layer_types[:1], model_parallel_size=1, padded_vocab_size=128,
+        name, num_layers=1, layer_types=args.layer_types[here], model_parallel_size=1, padded_vocab_size=128,
         seq_length=16, precision="fp32", attention_config=None, checkpoint_activations=False,
-        no_rope_layers=None if args.no_rope_layers is None else args.no_rope_layers[:1],
+        no_rope_layers=None if args.no_rope_layers is None else args.no_rope_layers[here],
+        head_dim=geometry.head_dim, num_kv_heads=geometry.num_kv_heads,
+        sliding_window_width=args.sliding_window_width if is_local else None,
     )  # fmt: skip
 
 
@@ -71,16 +74,18 @@ def test_geometry_and_parameters_are_the_published_ones(name):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_layer_of_full_width_builds_and_runs_without_memory(name, monkeypatch):
+    """One of each kind of layers that differ in their widths."""
     monkeypatch.setattr(GPT2ModelSequential, "to", lambda self, device: self)  # such tensors cannot be moved
-    args, geometry = one_layer(name), load(name).head_geometry()
-    with FakeTensorMode():
-        model = build_model(args)
-        positions = torch.arange(16).expand(1, -1)
-        logits = model((torch.zeros(1, 16, dtype=torch.int64), positions))
-        shapes = {key.split(".", 2)[2]: tuple(value.shape) for key, value in model.named_parameters() if ".2." in key}
-    assert tuple(logits.shape) == (1, 16, 128)
-    assert shapes["attention.query_key_value.weight"] == (geometry.qkv_hidden_size, geometry.hidden_size)
-    assert shapes["attention.dense.weight"] == (geometry.hidden_size, geometry.query_hidden_size)
+    for geometry, numbers in load(name).layers_by_geometry().items():
+        with FakeTensorMode():
+            model = build_model(one_layer(name, numbers[0]))
+            positions = torch.arange(16).expand(1, -1)
+            logits = model((torch.zeros(1, 16, dtype=torch.int64), positions))
+            layer = dict(model.sequential[2].named_parameters())
+            shapes = {key: tuple(value.shape) for key, value in layer.items()}
+        assert tuple(logits.shape) == (1, 16, 128)
+        assert shapes["attention.query_key_value.weight"] == (geometry.qkv_hidden_size, geometry.hidden_size)
+        assert shapes["attention.dense.weight"] == (geometry.hidden_size, geometry.query_hidden_size)
 
 
 @pytest.mark.parametrize("folder", SMALLEST)

@@ -123,5 +123,3 @@ def test_by_layer_type():
     ):
         with pytest.raises(ConfigError, match=message):
             args.update(shared_key_value=value)
-    with pytest.raises(ConfigError, match="no layer is of type sliding_attention; remove that"):
-        tiny_args(**MHA, shared_key_value={FULL: True, SLIDING: False})

@@ -69,6 +69,9 @@ class Published:
         """What the model has under a key of GEOMETRY or OTHERS: one value, or a list with one for each layer."""
         others = {"head_dim": self.global_head_dim, "num_kv_heads": self.global_num_kv_heads}.get(key)
         local = getattr(self, key)
+        share = re.match(r"([\d.]+) on global layers", str(local))
+        if key == "partial_rotary" and share and self.global_every:
+            local, others = 1.0, float(share.group(1))
         if others is None:
             return local
         return [local if (layer + 1) % self.global_every else others for layer in range(self.num_layers)]

@@ -3,7 +3,7 @@
 import json
 import os
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, Iterator, List, Optional, Sequence
 
 from megatron.errors import CheckpointError, ConfigError, ConversionError
 from megatron.neox_arguments import NeoXArgs
@@ -47,8 +47,8 @@ def read_subject(paths: Sequence[str]) -> Subject:
 
 
 def numbers_of(args: NeoXArgs) -> Dict[str, Any]:
-    """A model's numbers by the keys of published models. vocab_size is the padded one, None if not known yet; head_dim
-    and num_kv_heads are lists, with a number for each layer, where layers differ."""
+    """A model's numbers by the keys of published models. vocab_size is the padded one, None if not known yet; head_dim,
+    num_kv_heads and partial_rotary are lists, with a number for each layer, where layers differ."""
     base = args.rotary_emb_base
     rotary = args.pos_emb == "rotary"
     return {
@@ -60,9 +60,17 @@ def numbers_of(args: NeoXArgs) -> Dict[str, Any]:
         "intermediate_size": args.mlp_geometry().ffn_hidden_size,
         "vocab_size": args.padded_vocab_size,
         "rope_theta": (base.get("full_attention") if isinstance(base, dict) else base) if rotary else None,
-        "partial_rotary": args.rotary_pct if rotary else None,
+        "partial_rotary": one_or_list(list(_rotated_shares(args))) if rotary else None,
         "tie_embeddings": not args.no_weight_tying,
     }
+
+
+def _rotated_shares(args: NeoXArgs) -> Iterator[float]:
+    """The share of a head that turns with the position, layer by layer."""
+    for number in range(args.num_layers):
+        rotary = args.layer_attention(number).rotary
+        scaling = None if rotary is None else rotary.scaling
+        yield args.rotary_pct * (1.0 if scaling is None else scaling.partial_rotary_factor)
 
 
 def _of_hf(config_path: str, name: str) -> Subject:

@@ -102,9 +102,10 @@ def _function_problems(subject: Subject, model: Optional[published.Published], d
     layer, problems = subject.args.layer_attention(0), []
     if layer.qk_norm != model.qk_norm_type:
         problems.append(f"qk_norm_type is {layer.qk_norm}: {model.name} has {model.qk_norm_type} ({model.qk_norm})")
-    scale, ours = model.softmax_scale, _scales(subject.args)
+    scale, ours = model.softmax_scale, [softmax_scales(subject.args, n) for n in range(subject.args.num_layers)]
     if scale is not None and any(abs(each - scale) > 1e-6 * scale for each in _all(ours)):
-        problems.append(f"the softmax scale is {by_layer_text(ours)}: {model.name} has {scale:.6g}")
+        shown = by_layer_text(_scales(subject.args))
+        problems.append(f"the softmax scale is {shown}: {model.name} has {scale:.6g}")
     return problems
 
 
