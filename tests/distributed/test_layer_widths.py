@@ -22,7 +22,7 @@ CASES = {
         LAYERS, use_qk_layernorm=True, norm="rmsnorm", sequence_parallel=True
     ),
     "layers, relative bias, one residual": dict(LAYERS, pos_emb="rpe", gpt_j_residual=True),
-    "mixed": dict(MIXED, **NORMED),
+    "mixed": dict(MIXED, **NORMED, checkpoint_activations=True, checkpoint_num_layers=2),
     "mixed, norms over all heads": dict(MIXED, qk_norm_type="full_width", sequence_parallel=True),
     "mixed, alibi, one residual": dict(MIXED, pos_emb="alibi", gpt_j_residual=True),
 }
@@ -107,25 +107,9 @@ def _resume(rank, world_size, folder, tp, settings):
     return losses
 
 
-def _other_widths(rank, world_size, folder):
-    """What a checkpoint's record says of configs with other widths and equal shapes."""
-    from megatron.errors import CheckpointError
-
-    messages = []
-    for name, head_dim in (("layers", [10, 14, 8]), ("mixed", [[12, 3], {**GROUPS, "groups": [[14, 8], [10, 4]]}])):
-        args = _saved(name, None, 1, world_size, load=f"{folder}/{name}", head_dim=head_dim, finetune=True)
-        with pytest.raises(CheckpointError) as error:
-            build_engine(args)
-        messages.append(str(error.value))
-    return messages
-
-
 def test_checkpoints_resume_and_load_at_another_size(tmp_path):
     folder = str(tmp_path / "runs")
     wanted = run_distributed(2, _save, folder, tmp_path=tmp_path)[0]
     for ranks, tp, settings in ((2, 2, {}), (1, 1, dict(finetune=True))):
         (found, *_) = run_distributed(ranks, _resume, folder, tp, settings, tmp_path=tmp_path)
         assert found == pytest.approx(wanted, abs=LOSS), (ranks, tp)
-    (messages,) = run_distributed(1, _other_widths, folder, tmp_path=tmp_path)
-    assert "head_dim: 6 in the checkpoint, 8 in the config (layer 2)" in messages[0]
-    assert "group 0 of heads: head_dim: 10 in the checkpoint, 14 in the config (layers 1-2)" in messages[1]

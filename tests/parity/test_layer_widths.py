@@ -79,6 +79,14 @@ def test_logits_and_gradients_are_those_of_fp64(name):
         assert_close(parameter.grad, plain.weights[key].grad, GRADIENT, f"{name} {key}")
 
 
+@pytest.mark.parametrize("kind", ("global", "flash", "chunked"))
+def test_each_kernel_runs_every_width(kind):
+    for name in ("widening", "pattern, window", "mixed"):
+        model, _, plain, _ = model_and_args(name, attention_config=[[[kind], 3]])
+        inputs, _ = batch()
+        assert_close(model(inputs), plain.logits(inputs[0]), FORWARD, name)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_cached_generation_is_recomputation(name):
     """By the layers' own forward passes, and by the step for one token where it covers the model."""
@@ -106,15 +114,18 @@ def test_equal_layers_are_the_uniform_model_to_the_last_bit(written):
     assert make_stamp(tiny_args(**GQA, head_dim=24)) == make_stamp(tiny_args(**GQA, head_dim=written))
 
 
-def test_groups_of_one_width_are_the_uniform_layer_with_other_rows():
+@pytest.mark.parametrize("keys_are_values", (False, True))
+def test_groups_of_one_width_are_the_uniform_layer_with_other_rows(keys_are_values):
     """Norms of each head, rotation of a part, grouped queries: q, k and v of the first three heads, then the others."""
     shared = dict(GQA, qk_norm_type="per_head", norm="rmsnorm", rotary_pct=0.5, num_layers=1)
+    shared.update(shared_key_value=keys_are_values, v_norm=keys_are_values)
     uniform, mixed = (
         build_model(tiny_args(**shared, head_dim=width))
         for width in (24, [[24, 1], {"layer": 0, "groups": [[24, 3], [24, 3]]}])
     )
-    q, k, v = torch.arange(10 * 24).split([6 * 24, 2 * 24, 2 * 24])
-    rows = torch.cat([half for halves in zip(*(x.chunk(2) for x in (q, k, v)), strict=True) for half in halves])
+    parts = [6 * 24, 2 * 24] if keys_are_values else [6 * 24, 2 * 24, 2 * 24]
+    halves = zip(*(part.chunk(2) for part in torch.arange(sum(parts)).split(parts)), strict=True)
+    rows = torch.cat([part for half in halves for part in half])
     theirs = dict(named_parameters(uniform))
     with torch.no_grad():
         for parameter in theirs.values():
