@@ -77,7 +77,7 @@ def made_run(name, seed, loss, status="finished"):
 def results():
     runs = [made_run(name, seed, loss) for name, losses in LOSSES.items() for seed, loss in enumerate(losses, 1)]
     runs.append(made_run("worse", 4, 9.9, status="failed"))
-    variant = dict(changes={}, widths={"head_dim": 8, "ffn_hidden_size": [16, 32]}, flops_per_token=600.0,
+    variant = dict(changes={}, widths={"head_dim": 8, "ffn_hidden_size": [16, [24, 32]]}, flops_per_token=600.0,
                    memory_estimate_bytes=5 * 2**20)  # fmt: skip
     return {
         "study": {"name": "a <b> study", "about": "What is it for?", "baseline": "narrow", "seeds": [1, 2, 3],
@@ -116,6 +116,10 @@ def test_the_summary_keeps_means_and_extremes(results):
     heads = wide["heads"]
     assert heads["runs"] == 2 and heads["findings"] == {"a rule": 2}
     assert heads["figures"]["qk_rank"] == [4.0, 4.0] and heads["figures"]["qk_rank_share"] == [0.5, 0.5]
+    runs = [made_run("odd", 1, 3.0)]
+    runs[0]["heads"][0]["layers"][0]["head_dim"] = [8, 16]  # of groups of heads, one for each head
+    grouped = summarise({**results, "runs": runs})["variants"][2]["heads"]
+    assert grouped["figures"]["qk_rank_share"] == [(2 / 8 + 6 / 16) / 2]
     assert heads["figures"]["gradient_ratio"] == [4.0, 4.0] and heads["figures"]["score_max"] == [9.0, 9.0]
     assert summary["runs"] == {"finished": 12, "failed": 1}
     assert summary["not_finished"] == [{"variant": "worse", "seed": 4, "status": "failed", "error": "it | broke"}]

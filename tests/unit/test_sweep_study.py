@@ -141,6 +141,16 @@ def test_variants_cost_the_same_within_a_percent(at_equal):
     assert planned[0].widths["query_width"] == 72
 
 
+def test_layers_with_groups_of_heads():
+    mixed = [[24, 2], {"layer": 1, "groups": [[16, 3], [32, 3]]}]
+    varied = dict(vary={"head_dim": [24, mixed]}, settings={"num_kv_heads": None}, at_equal="params")
+    planned = plan(study(**varied), {})
+    args = NeoXArgs.from_dict({**planned[1].settings, "padded_vocab_size": 512})
+    assert sum(parameter.numel() for parameter in build_model(args).parameters()) == planned[1].parameters
+    assert planned[1].parameters == pytest.approx(planned[0].parameters, rel=0.01)
+    assert planned[1].widths["head_dim"] == [24, (16, 32)] and planned[1].widths["query_width"] == 144
+
+
 def test_equal_by_heads_and_the_tolerance():
     varied = dict(vary={"head_dim": [12, 24]}, baseline="head_dim 24", at_equal="params", adjust="num_attention_heads")
     planned = plan(study(**varied), {})

@@ -7,6 +7,7 @@ from typing import Any, Dict, List, Tuple
 from megatron import costs
 from megatron.errors import ConfigError
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.equal_widths import head_dims, one_or_each
 from megatron.neox_arguments.resources import count_processes
 from tools.head_dim import compare
 from tools.head_dim.sweep.study import ADJUST, Study, Variant
@@ -20,7 +21,8 @@ EVALUATIONS = 10
 @dataclass(frozen=True)
 class PlannedVariant:
     """A variant that is a valid config. settings: complete but for the seed and the run's folders. widths: of all
-    layers, or a list where they differ. memory: the cost model's estimate for one rank on the CPU, in bytes."""
+    layers, or a list with one for each layer, of groups of heads a tuple. memory: the cost model's estimate for one
+    rank on the CPU, in bytes."""
 
     variant: Variant
     settings: Dict[str, Any]
@@ -126,15 +128,13 @@ def _planned(
 
 
 def _widths(args: NeoXArgs) -> Dict[str, Any]:
-    geometries = [args.head_geometry(layer) for layer in range(args.num_layers)]
-    widths = {
-        "head_dim": [geometry.head_dim for geometry in geometries],
-        "num_attention_heads": [geometry.num_attention_heads for geometry in geometries],
-        "num_kv_heads": [geometry.num_kv_heads for geometry in geometries],
-        "query_width": [geometry.query_hidden_size for geometry in geometries],
-        "ffn_hidden_size": [args.mlp_geometry(layer).ffn_hidden_size for layer in range(args.num_layers)],
+    return {
+        "head_dim": one_or_each(args, head_dims),
+        "num_attention_heads": args.num_attention_heads,
+        "num_kv_heads": one_or_each(args, lambda geometry: geometry.num_kv_heads),
+        "query_width": one_or_each(args, lambda geometry: geometry.query_hidden_size),
+        "ffn_hidden_size": args.mlp_geometry().ffn_hidden_size,
     }
-    return {name: values[0] if len(set(values)) == 1 else values for name, values in widths.items()}
 
 
 def _equalised(study: Study, args: NeoXArgs, baseline: NeoXArgs) -> NeoXArgs:

@@ -81,10 +81,11 @@ def _figures(look: Dict[str, Any]) -> Dict[str, float]:
     values: Dict[str, List[float]] = {}
     for layer in look["layers"]:
         for name, of_heads in layer["figures"].items():
-            known = [value for value in of_heads if value is not None]
-            values.setdefault(name, []).extend(known)
+            widths = layer["head_dim"] if isinstance(layer["head_dim"], list) else [layer["head_dim"]] * len(of_heads)
+            known = [(value, width) for value, width in zip(of_heads, widths, strict=True) if value is not None]
+            values.setdefault(name, []).extend(value for value, _ in known)
             if name in WIDTH_SHARES:
-                values.setdefault(WIDTH_SHARES[name], []).extend(value / layer["head_dim"] for value in known)
+                values.setdefault(WIDTH_SHARES[name], []).extend(value / width for value, width in known)
         gradients = [value for value in layer["figures"].get("gradient_norm", ()) if value]
         if len(gradients) > 1:
             values.setdefault("gradient_ratio", []).append(max(gradients) / min(gradients))

@@ -102,7 +102,13 @@ def findings(summary: Dict[str, Any]) -> Optional[Table]:
 
 
 def _width(value: Any) -> str:
-    return f"{min(value)} to {max(value)}" if isinstance(value, list) else str(value)
+    values = sorted(_numbers(value))
+    return f"{values[0]} to {values[-1]}" if values[0] != values[-1] else str(values[0])
+
+
+def _numbers(value: Any) -> List[int]:
+    """Of all layers and of their groups of heads."""
+    return [number for each in value for number in _numbers(each)] if isinstance(value, (list, tuple)) else [value]
 
 
 def _relative(value: float, reference: float, text: str) -> str:
