@@ -157,10 +157,10 @@ def _keeps_highest(neox_args, number: int, batch: Batch) -> bool:
 def attention_bytes(neox_args, number: int, batch: Batch) -> Dict[str, int]:
     """What is saved from the QKV projection's output to the input of the output projection.
 
-    norm: on queries and keys. heads: what the kernel has as queries, keys and values, and where one of these or a
-    norm's input is a view, the projection's whole output. scores: kept by the explicit kernels only. context: the
-    input of the output projection, and what the kernel keeps of its own output, the log-sum-exp of each row with it
-    (with a shifted backward pass its highest score too).
+    norm: on queries, keys and values. heads: what the kernel has as queries, keys and values, and where one of
+    these or a norm's input is a view, the projection's whole output. scores: kept by the explicit kernels only.
+    context: the input of the output projection, and what the kernel keeps of its own output, the log-sum-exp of
+    each row with it (with a shifted backward pass its highest score too).
     """
     geometry = neox_args.head_geometry(number)
     groups = [_group_bytes(neox_args, number, group, batch) for group in range(len(geometry.groups))]
@@ -193,12 +193,18 @@ def _group_bytes(neox_args, number: int, group: int, batch: Batch) -> _Group:
     context = scores = 0
     gives_context = False
     norm, keeps_projection = _qk_norm_bytes(neox_args, number, own, batch)
+    normed_values = own.num_kv_heads if layer.v_norm else 0
+    if layer.v_norm:  # each row's root mean square, and the values in fp32, which are a view of fp32 ones
+        norm += tokens * normed_values * (4 if c == 4 else 4 + 4 * d)
+        keeps_projection = keeps_projection or c == 4
+    has_views = not (fresh and layer.v_norm)  # among queries, keys and values, of the projection's output
     if kernel == "flash":
         wide = -(-d // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
         heads = c * tokens * (n + 2 * keys) * wide
         context, gives_context = c * tokens * n * wide + 4 * tokens * n, wide == d
     elif kernel == "chunked":
-        heads, keeps_projection = (c * tokens * (n + keys) * d if fresh else 0), True
+        heads = c * tokens * ((n + keys if fresh else 0) + normed_values) * d
+        keeps_projection = keeps_projection or has_views
         context = c * tokens * n * d + 4 * tokens * n * (2 if _keeps_highest(neox_args, number, batch) else 1)
         gives_context = True
     else:
@@ -206,7 +212,8 @@ def _group_bytes(neox_args, number: int, group: int, batch: Batch) -> _Group:
         copied = n + keys + own.num_kv_heads
         alone = len(neox_args.head_geometry(number).groups) == 1
         if batch.texts == 1 or own.num_kv_heads == 1 or (alone and not geometry.is_gqa):  # where a view will do
-            copied, keeps_projection = (n if fresh or n > keys else 0) + (keys if fresh else 0), True
+            copied = (n if fresh or n > keys else 0) + (keys if fresh else 0) + normed_values
+            keeps_projection = keeps_projection or has_views
         heads = c * tokens * copied * d
     return _Group(norm, heads, scores, context, keeps_projection, gives_context)
 

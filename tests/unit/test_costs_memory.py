@@ -32,9 +32,15 @@ LAYERS = {
     "post": dict(norm="rmsnorm", norm_placement="post"),
     "sandwich": dict(norm="rmsnorm", norm_placement="sandwich"),
     **{position: dict(pos_emb=position) for position in ("alibi", "rpe", "learned")},
-    **{f"keys_are_values_{kernel}": dict(shared_key_value=True, attention_config=[kernel] * 2)
-       for kernel in ("global", "flash", "chunked")},
-    "layer_scalar": dict(layer_scalar=True),
+    **{f"{what}_{kernel}": dict(settings, attention_config=[kernel] * 2)
+       for kernel in ("global", "flash", "chunked")
+       for what, settings in (
+           ("v_norm", dict(v_norm=True)), ("v_norm_alone", dict(v_norm=True, pos_emb="none")),
+           ("v_norm_long", dict(LONG, v_norm=True)),
+           ("v_norm_one_text", dict(v_norm=True, train_micro_batch_size_per_gpu=1)),
+           ("keys_are_values", dict(shared_key_value=True)),
+           ("gemma4", dict(shared_key_value=True, v_norm=True, qk_norm_type="per_head", norm="rmsnorm",
+                           norm_placement="sandwich", layer_scalar=True)))},
     "dropout": dict(hidden_dropout=0.1, attention_dropout=0.1),
     "softcap": dict(attn_logit_softcap=20.0),
     "no_biases": dict(use_bias_in_attn_linear=False, use_bias_in_mlp=False),
