@@ -11,6 +11,7 @@ import yaml
 from megatron.geometry import HeadGeometry
 from megatron.neox_arguments import NeoXArgs
 from tests.helpers.convert_folders import run_import, saved
+from tests.helpers.resharding import random_layers, settings_of, write_checkpoint
 from tools.head_dim import published
 from tools.head_dim.__main__ import main
 
@@ -234,6 +235,34 @@ def test_checkpoints(tmp_path, capsys):
     layer = next((tmp_path / "neox").glob("global_step*/mp_rank_00*"))
     layer.unlink()
     assert verify(capsys, checkpoint)[0] == 2
+
+
+@pytest.mark.parametrize(
+    "variant, other, said",
+    [
+        # The first layer is as wide as before: what is compared is a layer of each width.
+        (
+            "kv heads by layer, full_width",
+            dict(head_dim=[14, 6, 10]),
+            "layer 1: attention.query_key_value.weight is (160, 88) on each rank; its settings make it (96, 88)",
+        ),
+        (
+            "gqa groups, full_width",
+            dict(head_dim=[[10, 3], dict(layer=1, groups=[[6, 8, 4], [24, 4, 2]])]),
+            "layer 1: attention.dense.weight is (88, 136) on each rank; its settings make it (88, 144)",
+        ),
+    ],
+)
+def test_checkpoints_of_several_widths(variant, other, said, tmp_path, capsys):
+    settings = settings_of(variant)
+    folder = write_checkpoint(tmp_path, random_layers(NeoXArgs.from_dict(settings)), settings)
+    capsys.readouterr()
+    _, report = verify(capsys, tmp_path)
+    assert report["problems"] == [] and report["kind"] == "checkpoint"
+    (config,) = Path(folder, "configs").iterdir()
+    config.write_text(json.dumps({**json.loads(config.read_text()), **other}))
+    status, report = verify(capsys, tmp_path)
+    assert status == 1 and said in report["problems"]
 
 
 @pytest.mark.parametrize(
