@@ -54,6 +54,12 @@ def check_adapters(reader: CheckpointReader, neox_args) -> None:
     raise_problems(reader.folder, adapter_problems(neox_args, reader))
 
 
+def refuse_adapters(reader: CheckpointReader) -> None:
+    """Raises CheckpointError for a checkpoint with adapters, where each weight counts by itself."""
+    if has_adapters(reader):
+        raise CheckpointError(f"{reader.folder} has adapters (lora); merge them first: {MERGE}")
+
+
 def without_fresh(layers: Dict[int, Dict[str, torch.Tensor]], weights) -> Dict[int, Dict[str, torch.Tensor]]:
     """The parameters of a model that `weights` are to fill: all, but for adapters if the checkpoint has none."""
     if has_adapters(weights):

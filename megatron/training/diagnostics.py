@@ -14,7 +14,7 @@ Sums = Dict[str, List[float]]
 
 
 class Diagnostics:
-    """Computes the figures between the backward pass and the update of a logged step.
+    """Computes the figures of what is trained between the backward pass and the update of a logged step.
 
     log_grad_norm, log_param_norm: L2 norms; log_grad_pct_zeros: percentage of gradient entries that are exactly 0;
     log_optimizer_states: L2 norm of each kind of optimizer state, over rank 0's share of it. `take()` returns them,
@@ -66,6 +66,8 @@ class Diagnostics:
         return sums
 
     def _of(self, name: str, parameter: torch.nn.Parameter):
+        if not parameter.requires_grad:
+            return
         if self._args.log_param_norm:
             whole = safe_get_full_fp32_param(parameter) if hasattr(parameter, "ds_id") else parameter
             yield f"parameter_norms/{name}", _squares(whole)

@@ -1,7 +1,7 @@
 """Model, optimizer, schedule and DeepSpeed engine of a run."""
 
 from functools import partial
-from typing import Any, Dict
+from typing import Any, Dict, List
 
 import deepspeed
 import torch
@@ -10,7 +10,8 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 from megatron import mpu
 from megatron.checkpointing import load_checkpoint
-from megatron.errors import BackendError
+from megatron.costs import stage_layers
+from megatron.errors import BackendError, ConfigError
 from megatron.initialize import print_rank_0
 from megatron.logging.quiet import is_verbose, without_library_prints
 from megatron.model.gpt2_model import build_model, cross_entropy
@@ -118,6 +119,15 @@ def _refuse(neox_args) -> None:
         problems.append(f"precision=bfloat16: this {device} has no bfloat16; use fp16 or fp32")
     if problems:
         raise BackendError("; ".join(problems))
+    if neox_args.lora is not None and not all(_transformer_layers_by_stage(neox_args)):
+        raise ConfigError(
+            f"pipe_partition_method={neox_args.pipe_partition_method}: a pipeline stage gets no transformer layer, and "
+            "so nothing that lora trains; use type:transformer or fewer stages"
+        )
+
+
+def _transformer_layers_by_stage(neox_args) -> List[range]:
+    return [stage_layers(neox_args, stage) for stage in range(max(1, neox_args.pipe_parallel_size))]
 
 
 def loss_scale(engine) -> float | None:

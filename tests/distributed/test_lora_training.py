@@ -15,6 +15,7 @@ COMMON = dict(
     activation="swiglu", norm="rmsnorm", optimizer={"type": "adam", "params": {"lr": 3e-2}}, weight_decay=0.1,
     gradient_clipping=1.0,
 )  # fmt: skip
+LOGGED = dict(log_grad_norm=True, log_param_norm=True)
 DP2 = dict(pipe_parallel_size=0, global_num_gpus=2)
 LAYOUTS = {
     1: {
@@ -57,16 +58,22 @@ def _write_base(rank, world_size, folder):
 def _adapt(rank, world_size, folder, layouts):
     """{layout: (losses of three steps and two more, losses of those two resumed)}"""
     from megatron.checkpointing import save_checkpoint
+    from megatron.training.diagnostics import Diagnostics
     from tests.helpers.engines import build_engine, train
 
     found = {}
     for name, settings in layouts.items():
-        args = _args(folder, "base", finetune=True, lora=LORA, save=os.path.join(folder, name), **settings)
+        args = _args(folder, "base", finetune=True, lora=LORA, save=os.path.join(folder, name), **LOGGED, **settings)
         engine = build_engine(args)
         assert args.iteration == 0
         trained = {key for key, p in engine.module.named_parameters() if p.requires_grad}
         assert trained and all(".lora." in key for key in trained), name
+        figures = Diagnostics(args, engine)
+        figures.want(args.train_iters)
         losses = train(args, engine, 3, first=100)
+        norms = figures.take()
+        assert rank != 0 or norms.keys() >= {f"gradient_norms/{name}" for name in trained}, name
+        assert all(".lora." in key for key in norms), name
         save_checkpoint(args, 3, engine)
         losses += train(args, engine, 2, first=103)
         args = _args(folder, name, lora=LORA, **settings)

@@ -13,12 +13,14 @@ from megatron.model.gpt2_model import build_model, cross_entropy
 from megatron.model.utils import get_params_for_weight_decay_optimization
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.lora import TARGETS
+from megatron.training import setup_model_and_optimizer
 from tests.helpers.configs import tiny_args
 from tests.helpers.geometries import MHA, WIDE_NON_DIVISIBLE
 from tests.helpers.model_runs import batch
 from tests.helpers.resharding import DEPENDS_ON_RANKS, VARIANTS, random_layers, read_all, settings_of, write_checkpoint
 from tests.helpers.tolerances import FORWARD, GRADIENT, assert_close
-from tools.ckpts import export_lora, merge_lora, reshard
+from tools.ckpts import convert_te, export_lora, grow_head_dim, merge_lora, reshard
+from tools.head_dim import __main__ as head_dim
 
 ALL = dict(rank=3, alpha=7.5, targets=list(TARGETS))
 SCALE = 2.5
@@ -247,12 +249,28 @@ def test_a_fresh_start_leaves_the_base_as_it_is(tmp_path, capsys):
             assert not parameter.any(), name
 
 
+def test_a_stage_without_adapters_is_refused():
+    args = tiny_args(lora=dict(rank=2), num_layers=4, pipe_parallel_size=4, pipe_partition_method="uniform")
+    with pytest.raises(ConfigError, match="pipe_partition_method=uniform: a pipeline stage gets no transformer layer"):
+        setup_model_and_optimizer(args)
+
+
 def test_tools_say_what_to_do(tmp_path, capsys):
     saved(tmp_path / "adapted", "gqa gated rms")
     base = settings_of("gqa gated rms")
     write_checkpoint(tmp_path / "base", random_layers(NeoXArgs.from_dict(base)), base)
     with pytest.raises(ConversionError, match="has adapters.*merge_lora.*export_lora"):
         export_hf(str(tmp_path / "adapted"), str(tmp_path / "hf"), progress=False)
+    adapted, out = str(tmp_path / "adapted"), str(tmp_path / "out")
+    text = tmp_path / "text.txt"
+    text.write_text("a text")
+    for main, arguments in (
+        (grow_head_dim.main, [adapted, out, "--head-dim=32"]),
+        (convert_te.main, [adapted, out, "--to=te", "--mha"]),
+        (head_dim.main, ["inspect", adapted, "--text", str(text), "--out", out]),
+    ):
+        assert main(arguments) != 0
+        assert "has adapters (lora); merge them first: python tools/ckpts/merge_lora.py" in capsys.readouterr().err
     for tool in (merge_lora, export_lora):
         assert tool.main(["--input_dir", str(tmp_path / "base"), "--output_dir", str(tmp_path / "out")]) == 1
         assert "has no adapters; name a checkpoint of a run with lora" in capsys.readouterr().err

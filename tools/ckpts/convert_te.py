@@ -25,6 +25,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a tokenizer that is not on this 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from megatron.checkpointing import te_convert  # noqa: E402
+from megatron.checkpointing.adapters import refuse_adapters  # noqa: E402
 from megatron.checkpointing.config_texts import with_settings  # noqa: E402
 from megatron.checkpointing.model_settings import checkpoint_folder, config_paths  # noqa: E402
 from megatron.checkpointing.reader import CheckpointReader  # noqa: E402
@@ -68,6 +69,7 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
 def convert(options: argparse.Namespace) -> List[str]:
     """Write the new checkpoint; returns what there is to say. Raises CheckpointError, ConfigError, ConversionError."""
     reader = CheckpointReader(checkpoint_folder(options.source, options.iteration))
+    refuse_adapters(reader)
     values, texts = load_files(options.config or config_paths(reader.folder))
     source, target = _forms(options, reader, values)
     neox_args = te_convert.model_args(reader, options.config, source)

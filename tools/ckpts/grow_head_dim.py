@@ -28,6 +28,7 @@ import yaml
 os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported: no GPU is needed or used
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
+from megatron.checkpointing.adapters import refuse_adapters  # noqa: E402
 from megatron.checkpointing.config_texts import with_settings  # noqa: E402
 from megatron.checkpointing.grow import GrownReader, check_growth, grown_settings  # noqa: E402
 from megatron.checkpointing.model_settings import checkpoint_folder, config_paths, inference_args  # noqa: E402
@@ -87,6 +88,7 @@ def _widths(neox_args) -> str:
 def grow(options: argparse.Namespace) -> List[str]:
     """Write the new checkpoint; returns what there is to say. Raises CheckpointError, ConfigError, ConversionError."""
     reader = CheckpointReader(checkpoint_folder(options.source, options.iteration))
+    refuse_adapters(reader)
     _, texts = load_files(options.config or config_paths(reader.folder))
     neox_args = inference_args(reader, options.config)
     check_stamp(neox_args, reader.folder)

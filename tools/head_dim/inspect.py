@@ -91,6 +91,7 @@ def _checkpoint_of(options: argparse.Namespace) -> Iterator[str]:
 def inspect(options: argparse.Namespace, folder: str) -> Tuple[Any, float]:
     """(HeadReport, loss of the text in nats per token); makes options.out. Raises ConfigError, CheckpointError or
     DataError."""
+    from megatron.checkpointing.adapters import refuse_adapters
     from megatron.checkpointing.model_settings import checkpoint_folder
     from megatron.checkpointing.reader import CheckpointReader
     from megatron.checkpointing.weights import load_weights_from
@@ -99,6 +100,7 @@ def inspect(options: argparse.Namespace, folder: str) -> Tuple[Any, float]:
     from megatron.model.gpt2_model import GPT2ModelSequential
 
     reader = CheckpointReader(checkpoint_folder(folder, options.iteration))
+    refuse_adapters(reader)
     args = _arguments_of(reader, options)
     ids = _token_ids(options, reader, args)
     os.makedirs(options.out, exist_ok=True)  # before the work that would be lost
