@@ -78,7 +78,7 @@ def rate_study(exponent, spread, best=None):
 def gain_study(claim, gained, spread):
     names = {
         "rotary": ("rotary_denominator_scale 1", "rotary_denominator_scale 1.5"),
-        "depth": ("the same in all layers", "growing", "shrinking"),
+        "depth": ("the same in all layers", "growing"),
     }[claim]
     losses = lambda name, seed: 4 + 0.3 * seed - (gained + spread * WIGGLE[seed] if name == names[1] else 0)  # noqa: E731
     return study([(name, {}, 16) for name in names], [run(n, s, losses(n, s)) for s in SEEDS for n in names])
