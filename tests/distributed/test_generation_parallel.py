@@ -33,7 +33,11 @@ EXTRA_CASES = {
     name: {**WIDE, **EXTRAS[name]}
     for name in ("qk_rmsnorm", "window", "flash", "swiglu_rmsnorm_tied", "gpt_j_residual")
 }
-CASES = {**POSITION_CASES, **EXTRA_CASES}
+WIDTHS = {
+    **dict(hidden_size=80, num_attention_heads=6, num_kv_heads=[2, 3], pos_emb="rotary"),
+    **dict(head_dim=[[24, 2], {"layer": 1, "groups": [[16, 4], [40, 2]]}], qk_norm_type="per_head", norm="rmsnorm"),
+}
+CASES = {**POSITION_CASES, **EXTRA_CASES, "widths": WIDTHS}
 PIPELINE_CASES = {name: case for name, case in CASES.items() if case["pos_emb"] != "rpe"}
 
 
