@@ -17,6 +17,8 @@ GREY = "#777777"
 DPI = 110
 MIB = 2**20
 MARKERS = "osD^vPX"
+FALL = 0.2
+"""Of all steps: what the loss is before them need not be seen."""
 
 
 def draw(summary: Dict[str, Any], folder: str, prefix: str = "") -> Dict[str, str]:
@@ -67,7 +69,7 @@ def _from_the_fall(axis: Axes, shown: List[Dict[str, List[float]]]) -> None:
         value
         for curve in shown
         for value, step in zip(curve["high"], curve["step"], strict=True)
-        if step >= 0.1 * max(curve["step"])
+        if step >= FALL * max(curve["step"])
     ]
     low = min((min(curve["low"]) for curve in shown if curve["low"]), default=None)
     if low is not None and late:
@@ -142,15 +144,16 @@ def _panels(shown: Dict[str, List[List[float]]], names: List[str], columns: int,
     """A panel for each figure: a dot for each run, a line through the means."""
     rows = -(-len(shown) // columns)
     label_room = min(1.6, 0.07 * max(map(len, names)))
-    size = (3.6 * columns, (2.2 + label_room) * rows)
+    size = (3.6 * columns, 2.4 * rows + label_room)
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-    for axis, (title, values) in zip(axes.flat, shown.items(), strict=False):
+    for number, (axis, (title, values)) in enumerate(zip(axes.flat, shown.items(), strict=False)):
         means = [mean(each) for each in values]
         axis.plot(range(len(names)), [value if value is not None else float("nan") for value in means], color="#4878a8")
         for place, each in enumerate(values):
             axis.plot([place] * len(each), each, marker="o", color="#c44e52", markersize=4, linestyle="")
         axis.set_title(title, fontsize=9)
-        axis.set_xticks(range(len(names)), names, rotation=35, ha="right", fontsize=8)
+        lowest = number + columns >= len(shown)  # of its column
+        axis.set_xticks(range(len(names)), names if lowest else [""] * len(names), rotation=35, ha="right", fontsize=8)
         axis.tick_params(axis="y", labelsize=8)
         axis.grid(alpha=0.3)
         axis.margins(x=0.1)
