@@ -23,8 +23,8 @@ DONE = (FINISHED, DIVERGED)
 
 @dataclass
 class State:
-    """config, data: what the run is of. peak_rss_bytes: of its largest process, over all attempts; seconds: all
-    attempts together."""
+    """config, data: what the run is of. Of all attempts together: seconds, and peak_rss_bytes of the largest process, 0
+    if unknown. threads: of a process, in each attempt."""
 
     config: Dict[str, Any]
     data: Dict[str, Any]

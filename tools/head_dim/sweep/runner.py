@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, Iterator, List
 
+import psutil
+
 from megatron.errors import ConfigError
 from tools.head_dim.sweep import records
 from tools.head_dim.sweep.plan import Run
@@ -22,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 OUTPUT = "output.txt"
 LOCK = "lock"
 POLL = 0.1
+MEMORY_POLL = 0.5
 TIME_TO_SAVE = 60.0
 """Seconds that a run is given, after it was told to stop, to write its checkpoint."""
 
@@ -32,6 +35,7 @@ class _Active:
     state: State
     process: subprocess.Popen
     started: float
+    looked: float = 0.0
 
 
 def execute(out: str, runs: List[Run], data: Dict[str, Any], jobs: int, keep_checkpoints: bool, view: View) -> None:
@@ -112,12 +116,12 @@ def _start(out: str, run: Run, data: Dict[str, Any], jobs: int, lock: int) -> _A
 def _has_ended(out: str, active: _Active, keep_checkpoints: bool) -> bool:
     """Whether it has; then its state is written."""
     process, state = active.process, active.state
-    pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-    if not pid:
+    if process.poll() is None:
+        if time.monotonic() - active.looked > MEMORY_POLL:
+            active.looked = time.monotonic()
+            state.peak_rss_bytes = max(state.peak_rss_bytes, _peak_rss(process.pid))
         return False
-    process.returncode = os.waitstatus_to_exitcode(status)
     state.seconds += time.monotonic() - active.started
-    state.peak_rss_bytes = max(state.peak_rss_bytes, usage.ru_maxrss * 1024)  # of the largest process that has ended
     state.status = records.outcome(out, active.run, process.returncode)
     if state.status == records.FAILED:
         state.error = _last_words(os.path.join(out, active.run.folder, OUTPUT), process.returncode)
@@ -125,6 +129,19 @@ def _has_ended(out: str, active: _Active, keep_checkpoints: bool) -> bool:
     if state.status in records.DONE and not keep_checkpoints:
         shutil.rmtree(os.path.join(out, active.run.config["save"]), ignore_errors=True)
     return True
+
+
+def _peak_rss(launcher: int) -> int:
+    """The most that the largest process of a run has held so far, in bytes; 0 where the system does not say.
+
+    Not what wait4 tells of a process that has ended: that is never less than what its parent held.
+    """
+    peaks = [0]
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(launcher).children(recursive=True):
+            with contextlib.suppress(OSError), open(f"/proc/{process.pid}/status") as file:
+                peaks += [int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:")]
+    return max(peaks)
 
 
 def _last_words(path: str, code: int) -> str:
