@@ -65,9 +65,15 @@ def report_in(folder):
 
 
 @pytest.fixture(scope="module")
-def reports(data_path, tmp_path_factory):
+def events(tmp_path_factory):
+    return tmp_path_factory.mktemp("events")
+
+
+@pytest.fixture(scope="module")
+def reports(data_path, events, tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
-    one = [values_of(model, data_path, str(root / model), 1) for model in MODELS]
+    shown = {"gqa": dict(tensorboard_dir=str(events))}
+    one = [values_of(model, data_path, str(root / model), 1, **shown.get(model, {})) for model in MODELS]
     run_distributed(1, train, one, tmp_path=root)
     two = [values_of(model, data_path, str(root / f"{model} {layout}"), 2, **LAYOUTS[layout]) for model, layout in RUNS]
     run_distributed(2, train, two, tmp_path=root)
@@ -168,6 +174,15 @@ def test_spectra_are_as_long_as_a_head_is_wide(tmp_path):
             assert [len(values) for values in layer.spectra[name]] == [length] * 6, name
     draw_report(report, str(tmp_path / "heads.png"), "by layer")
     assert (tmp_path / "heads.png").stat().st_size > 10_000
+
+
+def test_tensorboard_gets_curves_and_the_picture(reports, events):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(events)).Reload()
+    assert [event.step for event in found.Images("heads")] == [LOOK]
+    (curve,) = found.Scalars("heads/output_norm_max/layer_1")
+    assert curve.value == pytest.approx(max(reports["gqa"]["layers"][1]["figures"]["output_norm"]))
 
 
 def test_figures_are_those_of_the_model(tmp_path):
