@@ -47,7 +47,7 @@ def killed(place):
         command = [sys.executable, *COMMAND, "1"]
         sweep = subprocess.Popen(command, cwd=place, env=environment, stdout=log, stderr=log)
     second = place / "out/runs/absent/seed_1"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     try:
         while not (second / "checkpoints/latest").exists():
             assert sweep.poll() is None and time.monotonic() < deadline, (place / "killed.log").read_text()
