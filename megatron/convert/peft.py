@@ -4,7 +4,7 @@ import os
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from megatron.checkpointing.adapters import check_adapters
 from megatron.checkpointing.model_settings import checkpoint_folder, config_paths, inference_args
@@ -78,7 +78,7 @@ def _adapters(reader: CheckpointReader, neox_args, lines: Sequence[Line]) -> Ite
         names = set(reader.layer_shapes(index))
         for line in (line for line in lines if line.index == index):
             layer = line.ours.removesuffix(".weight")
-            if f"{layer}.lora.A" in names and line.ours != layer:
+            if f"{layer}.lora.A" in names:
                 A, B = (weights.whole_tensor(index, f"{layer}.lora.{x}") for x in "AB")
                 parts = row_parts(neox_args, layer.rpartition(".")[2], index - FIRST_TRANSFORMER_LAYER)
                 yield from their_adapters(line, A, B, parts)
@@ -105,7 +105,8 @@ def _write_weights(adapters: List[Adapter], path: str) -> None:
     for module, A, B in adapters:
         tensors[f"base_model.model.{module}.lora_A.weight"] = A.contiguous()
         tensors[f"base_model.model.{module}.lora_B.weight"] = B.contiguous()
-    save_file(tensors, path, metadata={"format": "pt"})
+    with open(path, "wb") as file:  # the library's own file would be for its owner only
+        file.write(save(tensors, metadata={"format": "pt"}))
     sync_file(path)
 
 
