@@ -145,6 +145,14 @@ def test_groups_of_heads_in_a_layer(tmp_path, capsys):
     assert "10 + 40" in page
 
 
+def test_a_kernel_that_refuses_one_group_of_heads(tmp_path, capsys):
+    groups = [[24, 4, 2], [320, 2, 1]]
+    _, report = plan(capsys, tmp_path, dict(MODEL, num_layers=3, head_dim=[[24, 3], dict(layer=1, groups=groups)]))
+    row = next(row for row in report["backends"] if (row["backend"], row["device"]) == ("flash", "cuda") and
+               row["precision"] == "bfloat16")  # fmt: skip
+    assert not row["runs"] and row["note"].startswith("layer 1: ") and "320" in row["note"]
+
+
 def test_all_layers_with_the_same_groups_are_still_listed(tmp_path, capsys):
     """So that no list of groups can be taken for one of layers."""
     groups = [[10, 4, 2], [40, 2, 1]]
