@@ -29,7 +29,8 @@ WIGGLE = {1: -1.0, 2: 0.0, 3: 1.0}
 def run(variant, seed, loss=4.0, heads=None, grad_norm=1.0):
     looks = {name: {"mean": values, "most": [2 * value for value in values]} for name, values in (heads or {}).items()}
     status = "finished" if loss is not None else "diverged"
-    return dict(variant=variant, seed=seed, status=status, loss=loss, grad_norm=grad_norm, looks=[40, 80], heads=looks)
+    norms = dict(grad_norm=grad_norm, first_grad_norm=2 * grad_norm)
+    return dict(variant=variant, seed=seed, status=status, loss=loss, **norms, looks=[40, 80], heads=looks)
 
 
 def study(variants, runs):
@@ -125,6 +126,24 @@ def test_verdicts(claim, verdict):
     assert str(BY_NAME[claim].wanted) in found.sentence
 
 
+def test_tables():
+    """What the page shows beside the numbers that decide: means over seeds, by hand."""
+    rows = BY_NAME["gradients"].measure(CASES["gradients"][SEEN][0]).rows
+    assert [row["head_dim"] for row in rows] == list(WIDTHS)
+    shown = [row["gradient norm of a head / that at 16"] for row in rows]
+    wide = (3.8 * 4.0 * 4.2) ** (1 / 3)
+    assert shown == pytest.approx([wide**-0.5, 1, wide**0.5, wide]) and rows[3]["square root of the width"] == 2
+    rows = BY_NAME["rank"].measure(CASES["rank"][SEEN][0]).rows
+    assert rows[1]["effective rank of attention"] == pytest.approx(10 * (1.35**4 + 1.4**4 + 1.45**4) / 3)
+    assert [row["effective rank of the scores"] for row in rows] == [2, 4, 8, 16] and rows[3]["most of any head"] == 32
+    narrow, wide = BY_NAME["learning_rate"].measure(CASES["learning_rate"][SEEN][0]).rows
+    assert narrow["best rate"] == pytest.approx(0.008 / 8**0.25) and wide["loss at 0.032"] > wide["loss at 0.016"]
+    assert [row["lower by, mean over seeds"] for row in BY_NAME["depth"].measure(CASES["depth"][SEEN][0]).rows] == [
+        0,
+        pytest.approx(0.03),
+    ]
+
+
 def test_the_interval_is_students_of_the_seeds():
     found = judge(BY_NAME["depth"], CASES["depth"][SEEN][0])
     half = 4.302652730 * 0.005 / math.sqrt(3)  # t of two degrees of freedom at 97.5 %; three values one spread apart
@@ -189,7 +208,8 @@ def results():
 def test_figures_of_a_sweep():
     figures = figures_of(results())
     finished, diverged = figures["runs"]
-    assert finished["loss"] == 4.5 and finished["grad_norm"] == 2.0 and finished["looks"] == [1, 2]
+    assert finished["loss"] == 4.5 and finished["looks"] == [1, 2]
+    assert finished["grad_norm"] == 2.0 and finished["first_grad_norm"] == 1.0
     assert finished["heads"]["attention_rank"] == {"mean": [7.0, 14.0], "most": [10.0, 20.0]}
     assert finished["heads"]["gradient_norm"]["mean"] == [None, None], "one was not finite"
     assert finished["heads"]["score_rank"]["mean"] == [None, None], "not among the figures"

@@ -10,10 +10,11 @@ LOOKED_AT = {"attention_rank": fmean, "score_rank": fmean, "gradient_norm": geom
 
 def figures_of(results: Dict[str, Any]) -> Dict[str, Any]:
     """{name, about, seeds, settings, variants: [{name, changes, widths, parameters}],
-    runs: [{variant, seed, status, loss, grad_norm, looks, heads: {figure: {mean, most}}}]}
+    runs: [{variant, seed, status, loss, grad_norm, first_grad_norm, looks, heads: {figure: {mean, most}}}]}
 
     loss: the last validation loss, None unless the run finished. grad_norm: of the whole model, median over the logged
-    steps. heads: lists with one number for each look, `most` being that of the largest head.
+    steps; first_grad_norm: of the first of them. heads: lists with one number for each look, `most` being that of the
+    largest head.
     """
     study = results["study"]
     return {
@@ -36,6 +37,7 @@ def _run(run: Dict[str, Any]) -> Dict[str, Any]:
         "status": run["status"],
         "loss": losses[-1] if run["status"] == "finished" and losses else None,
         "grad_norm": _short(median(norms)) if norms else None,
+        "first_grad_norm": run["train"]["grad_norm"][0] if norms else None,
         "looks": [look["iteration"] for look in run["heads"]],
         "heads": {name: _looks(run["heads"], name) for name in LOOKED_AT if run["heads"]},
     }

@@ -54,13 +54,13 @@ def gradient_ratio(study: Dict[str, Any], wide: int = 64, usual: int = 16) -> Me
     rows = []
     for width in _widths(study):
         ratios = _ratios(by_seed, width, usual)
-        whole = _ratios(by_seed, width, usual, lambda run: run["grad_norm"])
         rows.append(
             {
                 "head_dim": width,
                 f"gradient norm of a head / that at {usual}": ratios,
-                f"of the whole model / that at {usual}": whole,
-                "square root of the width / that": math.sqrt(width / usual),
+                "of the whole model": _ratios(by_seed, width, usual, lambda run: run["grad_norm"]),
+                "of the whole model, first steps": _ratios(by_seed, width, usual, lambda run: run["first_grad_norm"]),
+                "square root of the width": math.sqrt(width / usual),
             }
         )
     return Measured(effects, left_out, rows)

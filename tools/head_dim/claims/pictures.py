@@ -77,7 +77,7 @@ def _gradients(axis: Axes, verdict: Verdict, study: Dict[str, Any]) -> None:
     rows = verdict.measured.rows
     widths = [row["head_dim"] for row in rows]
     names = [name for name in rows[0] if name != "head_dim"]
-    for name, style in zip(names, (("o-", BLUE), ("s-", RED), ("--", GREY)), strict=True):
+    for name, style in zip(names, (("o-", BLUE), ("s-", RED), ("^:", RED), ("--", GREY)), strict=True):
         axis.plot(widths, _numbers(rows, name), style[0], color=style[1], label=name)
     _over_widths(axis, widths)
     axis.legend(fontsize=8)
