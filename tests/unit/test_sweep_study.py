@@ -192,5 +192,7 @@ def test_runs_have_their_own_seed_and_folders():
     assert config["seed"] == 7 and config["head_dim"] == 24 and config["log_dir"] == all_runs[3].folder
     assert config["save"] == config["load"] and config["save"].startswith(all_runs[3].folder)
     assert (config["log_interval"], config["eval_interval"], config["log_head_diagnostics"]) == (2, 10, 25)
+    longer = plan(study(vary={"train_iters": [100, 400]}), {})
+    assert [each.settings["log_interval"] for each in longer] == [2, 8]
     kept = runs(found, plan(study(settings={"log_interval": 7, "log_head_diagnostics": None}), {}))[0].config
     assert kept["log_interval"] == 7 and kept["log_head_diagnostics"] is None

@@ -60,7 +60,8 @@ def plan(study: Study, data_settings: Dict[str, Any]) -> List[PlannedVariant]:
     problems: List[str] = []
     complete: List[Tuple[Variant, Dict[str, Any], NeoXArgs]] = []
     for variant in study.variants:
-        settings = {**_usual(study), **study.settings_of(variant), **data_settings}
+        given = study.settings_of(variant)
+        settings = {**_usual(given), **given, **data_settings}
         try:
             complete.append((variant, settings, _arguments(settings)))
         except ConfigError as error:
@@ -84,9 +85,9 @@ def runs(study: Study, planned: List[PlannedVariant]) -> List[Run]:
     return [_run(variant, seed) for seed in study.seeds for variant in planned]
 
 
-def _usual(study: Study) -> Dict[str, Any]:
+def _usual(given: Dict[str, Any]) -> Dict[str, Any]:
     """What a study need not say: how often things are logged, looked at and saved."""
-    steps = study.settings.get("train_iters")
+    steps = given.get("train_iters")
     steps = steps if isinstance(steps, int) and steps > 0 else 1
     return {
         "log_interval": max(1, steps // LOGGED_STEPS),
