@@ -8,7 +8,7 @@ from megatron import costs
 from megatron.errors import ConfigError
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.equal_widths import head_dims, one_or_each
-from megatron.neox_arguments.resources import count_processes
+from megatron.neox_arguments.resources import count_gpus, count_processes
 from tools.head_dim import compare
 from tools.head_dim.sweep.study import ADJUST, Study, Variant
 
@@ -22,7 +22,7 @@ EVALUATIONS = 10
 class PlannedVariant:
     """A variant that is a valid config. settings: complete but for the seed and the run's folders. widths: of all
     layers, or a list with one for each layer, of groups of heads a tuple. memory: the cost model's estimate for one
-    rank on the CPU, in bytes."""
+    rank where the runs will be, in bytes."""
 
     variant: Variant
     settings: Dict[str, Any]
@@ -122,7 +122,7 @@ def _planned(
         widths=_widths(args),
         parameters=costs.num_parameters(args),
         flops_per_token=costs.flops_per_token(args),
-        memory=costs.memory_per_rank(args, device="cpu").total,
+        memory=costs.memory_per_rank(args, device="cuda" if count_gpus() else "cpu").total,
         train_iters=args.train_iters,
         processes=args.global_num_gpus,
     )
