@@ -70,7 +70,7 @@ def choose_tokens(
 ) -> torch.Tensor:
     """The next token of each row of logits [b, v] -> int64 [b]; `generator` lives on the logits' device."""
     if settings.greedy:
-        return logits.argmax(dim=-1)
+        return logits.float().argmax(dim=-1)  # of half precision, torch looks through them one by one
     logits = logits.float()
     if settings.temperature > 0:
         logits = logits / settings.temperature
