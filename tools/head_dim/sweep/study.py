@@ -66,7 +66,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Study:
-    """settings: what all variants share. path: the file it was read from."""
+    """settings: what all variants share."""
 
     name: str
     about: str
@@ -78,7 +78,6 @@ class Study:
     at_equal: Optional[str] = None
     adjust: str = "ffn_hidden_size"
     tolerance: float = 0.01
-    path: str = ""
 
     def settings_of(self, variant: Variant) -> Dict[str, Any]:
         """All settings of a variant."""
@@ -147,7 +146,6 @@ class _Reader:
             at_equal=self._choice("at_equal", AT_EQUAL, None),
             adjust=self._choice("adjust", ADJUST, "ffn_hidden_size"),
             tolerance=self._tolerance(),
-            path=self._path,
         )
         self._refuse_owned(study)
         if self._problems:
