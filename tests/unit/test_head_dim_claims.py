@@ -238,6 +238,31 @@ def test_page_pictures_and_data(tmp_path, capsys):
     assert "claims.json: no figures of claims can be read" in capsys.readouterr().err
 
 
+def test_the_command_trains_each_study_once(tmp_path, monkeypatch, capsys):
+    made, asked = made_data()["studies"], []
+
+    def run_study(study, out, jobs, data_dir, discard_changed):
+        asked.append((Path(out).name, study.name, jobs, Path(data_dir)))
+        if len(asked) > len(made):
+            raise KeyboardInterrupt
+        return Path(out).name
+
+    monkeypatch.setattr("tools.head_dim.sweep.api.run_study", run_study)
+    monkeypatch.setattr("tools.head_dim.claims.figures.figures_of", made.__getitem__)
+    monkeypatch.setattr("tools.head_dim.claims.pictures.draw", lambda verdict, study, folder: verdict.claim.name)
+    given = ["claims", "--out", str(tmp_path / "runs"), "--page", str(tmp_path / "page"), "--jobs", "2"]
+    assert main(given) == 0
+    assert [each[0] for each in asked] == list(studies()) and {each[2:] for each in asked} == {
+        (2, tmp_path / "runs" / "data")
+    }
+    assert page.read(str(tmp_path / "page"))["studies"] == made
+    assert (tmp_path / "page" / "claims.md").exists() and "the claim wants 3 or more" in capsys.readouterr().out
+    assert main(given) == 130 and "goes on from what is in" in capsys.readouterr().err
+    made["claim_widths"]["runs"][0]["status"] = "failed"
+    asked.clear()
+    assert main(given) == 1
+
+
 @pytest.mark.parametrize("claim", BY_NAME)
 def test_panels(claim):
     verdict = judge(BY_NAME[claim], CASES[claim][UNDECIDED][0])
