@@ -3,6 +3,10 @@
 A kernel is forced, never suggested: SDPA may not fall back to its math path behind the user's back.
 Unlike the package (2.1 and later), SDPA's `is_causal` is aligned to the top left corner, so with a cache (s < t)
 the causal rule must be given in another way: see `_sdpa`.
+
+In half precision torch's backward pass on the CPU has what blocks.py says of rounded outputs: under an attention sink
+gradients of q and k are off, at a score of 11 on the first of 300 to 1100 tokens by 4 to 17 %. The chunked kernel's are
+right there.
 """
 
 import functools
