@@ -14,7 +14,8 @@ weight (2 where `fp16` or `bf16` keep masters in half precision):
 
 k: numbers per master weight that the optimizer keeps (2 of Adam's), a: bytes of grad_accum_dtype. fp16 without ZeRO
 runs as stage 1 here. Flat groups are padded to 2r numbers. ZeRO 3 pads each parameter to r, and keeps those of up to
-param_persistence_threshold numbers whole besides.
+param_persistence_threshold numbers whole besides. The weights that it fetches ahead arrive in one flat buffer, out of
+which they are copied, and which is there until the last of them is used: up to prefetch_bucket_size numbers more.
 """
 
 import math
@@ -135,7 +136,8 @@ def _zero3(neox_args, parameters, trained, replicas: int) -> States:
         optimizer = step = 0
     weights = size * whole + (0 if _offloads(neox_args, "offload_param") else size * held)
     gradients = accumulation_bytes(neox_args) * share
-    return States(weights, gradients, optimizer, _bucket_bytes(neox_args), step, size * live, standing=gradients)
+    gathered = size * (live + min(live, int(_zero_setting(neox_args, "prefetch_bucket_size", 50_000_000))))
+    return States(weights, gradients, optimizer, _bucket_bytes(neox_args), step, gathered, standing=gradients)
 
 
 def _bucket_bytes(neox_args) -> int:

@@ -39,6 +39,7 @@ LAYOUTS = {
     "zero1": ("large", dict(**HALF, **zero(1))),
     "zero2": ("large", dict(**HALF, **zero(2))),
     "zero3": ("large", dict(**HALF, **zero(3))),
+    "zero3_fp32": ("large", zero(3)),
     "zero3_checkpointed": ("middle", dict(**HALF, **zero(3), **CHECKPOINTED)),
 }
 """Each on two ranks: a size of test_costs_memory_peak, and what is changed."""
