@@ -186,7 +186,7 @@ def test_a_best_rate_beside_one_that_diverged_is_none():
 
 
 def results():
-    """A sweep's results, of two runs: one finished, one diverged."""
+    """A sweep's results, of two runs: one finished, one half done."""
     look = lambda iteration, scale: {  # noqa: E731
         "iteration": iteration,
         "layers": [
@@ -199,7 +199,7 @@ def results():
             variant="a", seed=1, status=status, train={"step": [1, 2, 3], "grad_norm": [1.0, None, 3.0]},
             validation={"step": [1, 2], "loss": [5.0, 4.5]}, heads=heads,
         )
-        for status, heads in (("finished", [look(1, 1), look(2, 2)]), ("diverged", []))
+        for status, heads in (("finished", [look(1, 1), look(2, 2)]), ("unfinished", [look(1, 1)]))
     ]  # fmt: skip
     variant = dict(name="a", changes={}, widths={"head_dim": 8}, parameters=9, settings={"much": 1})
     return dict(study=dict(name="s", about="t", seeds=[1], settings={}), variants=[variant], runs=runs)
@@ -207,13 +207,14 @@ def results():
 
 def test_figures_of_a_sweep():
     figures = figures_of(results())
-    finished, diverged = figures["runs"]
+    finished, unfinished = figures["runs"]
     assert finished["loss"] == 4.5 and finished["looks"] == [1, 2]
     assert finished["grad_norm"] == 2.0 and finished["first_grad_norm"] == 1.0
     assert finished["heads"]["attention_rank"] == {"mean": [7.0, 14.0], "most": [10.0, 20.0]}
     assert finished["heads"]["gradient_norm"]["mean"] == [None, None], "one was not finite"
     assert finished["heads"]["score_rank"]["mean"] == [None, None], "not among the figures"
-    assert diverged["loss"] is None and diverged["heads"] == {}
+    assert unfinished["loss"] is unfinished["grad_norm"] is unfinished["first_grad_norm"] is None
+    assert unfinished["heads"] == {} and unfinished["looks"] == [], "an early look is no last one"
     assert "settings" not in figures["variants"][0]
 
 

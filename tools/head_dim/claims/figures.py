@@ -12,9 +12,9 @@ def figures_of(results: Dict[str, Any]) -> Dict[str, Any]:
     """{name, about, seeds, settings, variants: [{name, changes, widths, parameters}],
     runs: [{variant, seed, status, loss, grad_norm, first_grad_norm, looks, heads: {figure: {mean, most}}}]}
 
-    loss: the last validation loss, None unless the run finished. grad_norm: of the whole model, median over the logged
-    steps; first_grad_norm: of the first of them. heads: lists with one number for each look, `most` being that of the
-    largest head.
+    A run that did not finish has no figures: None, and no looks. loss: the last validation loss. grad_norm: of the
+    whole model, median over the logged steps; first_grad_norm: of the first of them. heads: lists with one number for
+    each look, `most` being that of the largest head.
     """
     study = results["study"]
     return {
@@ -29,17 +29,19 @@ def figures_of(results: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def _run(run: Dict[str, Any]) -> Dict[str, Any]:
-    losses = run["validation"]["loss"]
-    norms = [norm for norm in run["train"]["grad_norm"] if norm is not None]
+    finished = run["status"] == "finished"
+    losses = run["validation"]["loss"] if finished else []
+    norms = [norm for norm in run["train"]["grad_norm"] if norm is not None] if finished else []
+    looks = run["heads"] if finished else []
     return {
         "variant": run["variant"],
         "seed": run["seed"],
         "status": run["status"],
-        "loss": losses[-1] if run["status"] == "finished" and losses else None,
+        "loss": losses[-1] if losses else None,
         "grad_norm": _short(median(norms)) if norms else None,
         "first_grad_norm": run["train"]["grad_norm"][0] if norms else None,
-        "looks": [look["iteration"] for look in run["heads"]],
-        "heads": {name: _looks(run["heads"], name) for name in LOOKED_AT if run["heads"]},
+        "looks": [look["iteration"] for look in looks],
+        "heads": {name: _looks(looks, name) for name in LOOKED_AT if looks},
     }
 
 

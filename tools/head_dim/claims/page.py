@@ -33,8 +33,9 @@ parameters, and is trained in fp32 for 200 steps of 1024 tokens of Python's own 
 order, so that differences are taken seed by seed. Speed is not measured: [scaling.md](scaling.md) has that.
 
 What such models cannot say: how it is at a thousand times the size and a thousand times the text, with long texts, or
-after the first 200 steps. A claim that is seen here can fail there, and the other way round; "not seen" is said of
-these models only.
+after the first 200 steps. Every study but that of the rates trains all widths at one learning rate, and in so few steps
+narrow heads get further than wide ones (the losses in the tables): part of what is compared is how far training has
+come. A claim that is seen here can fail elsewhere, and the other way round; "not seen" is said of these models only.
 """
 
 
