@@ -16,8 +16,11 @@ VARIANTS = {
     "gpt_j_sequence_parallel": dict(gpt_j_residual=True, sequence_parallel=True, no_weight_tying=False),
     "checkpointed": dict(SWIGLU, checkpoint_activations=True, no_weight_tying=False),
 }
+DROPPED = dict(LORA, dropout=0.4, targets=["query_key_value", "linear1"])
+"""Of what all ranks have alike."""
 CASES = {
     2: {
+        "dropout": {**MHA_TP4, "lora": DROPPED},
         **{f"per rank {name}": {**WIDE_NON_DIVISIBLE, **settings} for name, settings in VARIANTS.items()},
         "per head": {**MHA_TP4, **SWIGLU},
         "widths by layer": {**PER_LAYER["widening"], **SWIGLU},
@@ -35,7 +38,7 @@ def _rank(rank, world_size, cases):
 
 @pytest.mark.parametrize("ranks", (2, 4))
 def test_tensor_parallel_equals_one_rank(ranks, tmp_path):
-    cases = [(name, {**settings, "lora": LORA}) for name, settings in CASES[ranks].items()]
+    cases = [(name, {"lora": LORA, **settings}) for name, settings in CASES[ranks].items()]
     (single,) = run_distributed(1, _rank, cases, tmp_path=tmp_path)
     first, *others = run_distributed(ranks, _rank, cases, tmp_path=tmp_path)
     for number, (name, settings) in enumerate(cases):
@@ -43,5 +46,16 @@ def test_tensor_parallel_equals_one_rank(ranks, tmp_path):
         assert all(losses[number] == first[name][0] for losses in others), f"{name}: ranks disagree on the loss"
         trained = set(first[name][2])
         assert trained == {key for key in first[name][1] if ".lora." in key}
-        assert len(trained) == 2 * len(LORA["targets"]) * settings.get("num_layers", 2)
+        assert len(trained) == 2 * len(settings["lora"]["targets"]) * settings.get("num_layers", 2)
         assert all(abs(gradient).max() > 0 for gradient in first[name][2].values()), name
+
+
+def test_dropout_of_what_ranks_hold_parts_of_leaves_copies_equal(tmp_path):
+    """Others are dropped then than on one rank; forward_backward compares the gradients of what all ranks have."""
+    settings = dict(WIDE_NON_DIVISIBLE, lora=dict(LORA, dropout=0.4), **SWIGLU)
+    cases = [(str(parallel), dict(settings, sequence_parallel=parallel)) for parallel in (False, True)]
+    first, second = run_distributed(2, _rank, cases, tmp_path=tmp_path)
+    for number, (name, _) in enumerate(cases):
+        assert second[number] == first[name][0]
+        assert all(abs(gradient).max() > 0 for gradient in first[name][2].values()), name
+    assert first["False"][0] != first["True"][0], "nothing was dropped"
