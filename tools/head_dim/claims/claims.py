@@ -67,8 +67,8 @@ CLAIMS = (
         measures.rate_exponent,
         "p in: the best learning rate goes with head_dim ** p (below 0: wider heads want a lower one)",
         Range(0.25, 0.75),
-        "the claim is 0.5, and what is further than 0.25 from it would be nearer to another law; read as 1 over the square "
-        "root it would be -0.75 to -0.25",
+        "the claim is 0.5, and what is further than 0.25 from it would be nearer to another law; read as 1 over the "
+        "square root it would be -0.75 to -0.25",
     ),
     Claim(
         "rotary",
