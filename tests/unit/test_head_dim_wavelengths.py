@@ -8,9 +8,10 @@ import pytest
 import torch
 import yaml
 
-from tests.helpers.configs import tiny_values
+from tests.helpers.configs import tiny_args, tiny_values
 from tests.helpers.geometries import MQA, WIDE_NON_DIVISIBLE
 from tools.head_dim.__main__ import main
+from tools.head_dim.subject import numbers_of
 from tools.head_dim.wavelengths import base_that_turns_once
 
 SEQ = 400
@@ -104,6 +105,12 @@ def test_the_suggested_scale_gives_that_base(tmp_path, capsys):
     assert f"a base of {base:,.0f} " in says
     scale = float(says.split("rotary_denominator_scale ")[1].split(" ")[0])
     assert 10000 ** (1 / scale) == pytest.approx(base, rel=0.05)
+
+
+def test_verify_compares_the_base_that_acts():
+    args = tiny_args(rotary_emb_base=10000, rotary_denominator_scale=2.0)
+    assert numbers_of(args)["rope_theta"] == pytest.approx(100)
+    assert numbers_of(args.update(rotary_denominator_scale=None))["rope_theta"] == 10000
 
 
 def test_picture_page_and_refusal(tmp_path, capsys):

@@ -49,7 +49,6 @@ def read_subject(paths: Sequence[str]) -> Subject:
 def numbers_of(args: NeoXArgs) -> Dict[str, Any]:
     """A model's numbers by the keys of published models. vocab_size is the padded one, None if not known yet; head_dim,
     num_kv_heads and partial_rotary are lists, with a number for each layer, where layers differ."""
-    base = args.rotary_emb_base
     rotary = args.pos_emb == "rotary"
     return {
         "hidden_size": args.hidden_size,
@@ -59,7 +58,7 @@ def numbers_of(args: NeoXArgs) -> Dict[str, Any]:
         "head_dim": one_or_each(args, head_dims),
         "intermediate_size": args.mlp_geometry().ffn_hidden_size,
         "vocab_size": args.padded_vocab_size,
-        "rope_theta": (base.get("full_attention") if isinstance(base, dict) else base) if rotary else None,
+        "rope_theta": _base(args) if rotary else None,
         "partial_rotary": one_or_list(list(_rotated_shares(args))) if rotary else None,
         "tie_embeddings": not args.no_weight_tying,
     }
@@ -71,6 +70,13 @@ def _rotated_shares(args: NeoXArgs) -> Iterator[float]:
         rotary = args.layer_attention(number).rotary
         scaling = None if rotary is None else rotary.scaling
         yield args.rotary_pct * (1.0 if scaling is None else scaling.partial_rotary_factor)
+
+
+def _base(args: NeoXArgs) -> Any:
+    """Of the layers with full attention, with rotary_denominator_scale in it."""
+    base, scale = args.rotary_emb_base, args.rotary_denominator_scale
+    base = base.get("full_attention") if isinstance(base, dict) else base
+    return base if base is None or scale is None else base ** (1 / scale)
 
 
 def _of_hf(config_path: str, name: str) -> Subject:
