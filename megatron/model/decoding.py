@@ -17,8 +17,9 @@ import torch.nn.functional as F
 
 from megatron import mpu
 from megatron.initialize import print_rank_0
-from megatron.model.attention.cache import KVCache, LayerKVCache, is_te_attention
+from megatron.model.attention.cache import AnyLayerCache, KVCache, LayerKVCache, is_te_attention
 from megatron.model.attention.core import decode
+from megatron.model.attention.heads import HeadGroup
 from megatron.model.attention.qkv import split_qkv
 from megatron.model.compiling import wants_compile
 from megatron.model.few_rows import MOST_ROWS, linear
@@ -38,8 +39,6 @@ def refusal(neox_args) -> Optional[str]:
         return "layers of Transformer Engine"
     if neox_args.te_rowparallel or neox_args.norm.startswith("te_"):
         return "layers of Transformer Engine"
-    if any(len(geometry.groups) > 1 for geometry in neox_args.layers_by_geometry()):
-        return "heads of several widths in a layer"
     if neox_args.pos_emb in ("alibi", "rpe"):
         return f"pos_emb={neox_args.pos_emb} adds a bias to the scores"
     return None
@@ -93,6 +92,10 @@ class Place(NamedTuple):
     """[r], the first half negated."""
 
 
+Places = Tuple[Place, ...]
+"""Of a layer's groups of heads: most have one."""
+
+
 class DecodingStep:
     """(tokens [b, 1], position_ids [b, 1], cache) -> logits [b, v]. `layers`: all of a model's, see local_layers.
 
@@ -113,7 +116,7 @@ class DecodingStep:
 
     def covers(self, position: int) -> bool:
         """Whether a token at this position, of a text that is cached, is turned as the cached ones were."""
-        settings = {layer.attention.function.rotary for layer in self._layers} - {None}
+        settings = {heads.function.rotary for layer in self._layers for heads in layer.attention.head_groups} - {None}
         return all(position < each.positions and not _crosses(each, position) for each in settings)
 
     def is_watched(self) -> bool:
@@ -141,17 +144,18 @@ class DecodingStep:
             self._prepared = cache
         return self._run_compiled
 
-    def _places(self, cache: KVCache) -> List[Place]:
+    def _places(self, cache: KVCache) -> List[Places]:
         """By layer. The caches have room for the token then."""
         position, made = cache.length, {}
         places = []
         for layer in self._layers:
-            rotary = layer.attention.function.rotary
-            key = (*cache[layer.layer_number].advance(), rotary)
-            if key not in made:
-                slot, stored, _ = key
-                made[key] = Place(torch.tensor([slot]), self._size(stored), *self._angles.at(rotary, position))
-            places.append(made[key])
+            parts = zip(layer.attention.head_groups, cache[layer.layer_number].groups, strict=True)
+            keys = [(*part.advance(), heads.function.rotary) for heads, part in parts]
+            for slot, stored, rotary in keys:
+                if (slot, stored, rotary) not in made:
+                    angles = self._angles.at(rotary, position)
+                    made[slot, stored, rotary] = Place(torch.tensor([slot]), self._size(stored), *angles)
+            places.append(tuple(made[key] for key in keys))
         return places
 
     def _size(self, stored: int) -> torch.Tensor:
@@ -167,10 +171,10 @@ def _mark_dynamic(tensor: torch.Tensor) -> None:
         torch._dynamo.mark_dynamic(tensor, 0)
 
 
-def _layer(layer: ParallelTransformerLayer, x: torch.Tensor, cache: LayerKVCache, place: Place) -> torch.Tensor:
+def _layer(layer: ParallelTransformerLayer, x: torch.Tensor, cache: AnyLayerCache, places: Places) -> torch.Tensor:
     """One layer in its residual form, x [1, b, h] -> [1, b, h]: see ParallelTransformerLayer."""
     attention_input = _normed(layer.input_layernorm, x)
-    attended = _attention(layer.attention, attention_input, cache, place)
+    attended = _attention(layer.attention, attention_input, cache, places)
     if layer.gpt_j_residual:
         mlp_input = attention_input if layer.gpt_j_tied else _normed(layer.post_attention_layernorm, x)
         return layer.scaled(x + (attended + _mlp(layer.mlp, mlp_input)))
@@ -179,15 +183,23 @@ def _layer(layer: ParallelTransformerLayer, x: torch.Tensor, cache: LayerKVCache
     return layer.scaled(x)
 
 
-def _attention(attention, x: torch.Tensor, cache: LayerKVCache, place: Place) -> torch.Tensor:
-    mixed = _linear(attention.query_key_value, x)  # [1, b, (n + 2m)·d]
-    q, k, v = split_qkv(mixed, attention.partition, attention.geometry.qkv_layout)
-    v = _normed(attention.v_norm, v)
-    q, k = _turned(*_qk_normed(attention, q, k), place)
+def _attention(attention, x: torch.Tensor, cache: AnyLayerCache, places: Places) -> torch.Tensor:
+    rows = _linear(attention.query_key_value, x)  # [1, b, (n + 2m)·d]
+    if attention.groups is None:
+        context = _context(attention, rows, cache, places[0])
+    else:
+        parts = zip(attention.groups, rows.split(attention.rows_of_groups(), dim=-1), cache.groups, places, strict=True)
+        context = torch.cat([_context(*part) for part in parts], dim=-1)
+    return _linear(attention.dense, context)  # [1, b, n·d] -> [1, b, h]
+
+
+def _context(heads: HeadGroup, rows: torch.Tensor, cache: LayerKVCache, place: Place) -> torch.Tensor:
+    q, k, v = split_qkv(rows, heads.partition, heads.geometry.qkv_layout)
+    v = _normed(heads.v_norm, v)
+    q, k = _turned(*_qk_normed(heads, q, k), place)
     k, v = cache.put(k, v, place.slot, place.seen.shape[0])  # [t, b, m, d]
-    function = attention.function
-    context = decode.attend(q, k, v, scale=function.softmax_scale, softcap=function.logit_softcap)
-    return _linear(attention.dense, context.flatten(2))  # [1, b, n·d] -> [1, b, h]
+    function = heads.function
+    return decode.attend(q, k, v, scale=function.softmax_scale, softcap=function.logit_softcap).flatten(2)
 
 
 def _mlp(mlp, x: torch.Tensor) -> torch.Tensor:
@@ -214,17 +226,18 @@ def _turned(q: torch.Tensor, k: torch.Tensor, place: Place) -> Tuple[torch.Tenso
 
 def _kind(layer: ParallelTransformerLayer):
     """Layers of one kind differ in nothing but their weights."""
-    return layer.attention.function, layer.attention.geometry, layer.mlp.linear1.weight.shape
+    heads = tuple((heads.function, heads.geometry) for heads in layer.attention.head_groups)
+    return heads, layer.mlp.linear1.weight.shape
 
 
 def _logits(norm, x: torch.Tensor, weight, bias, softcap: Optional[float]) -> torch.Tensor:
     return soft_cap(linear(_normed(norm, x), weight, bias), softcap)  # [1, b, h] -> [1, b, v]
 
 
-def _qk_normed(attention, q: torch.Tensor, k: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-    if attention.function.qk_norm == "per_head":
-        return _normed(attention.q_layernorm, q), _normed(attention.k_layernorm, k)
-    return attention._normalise(q, k)
+def _qk_normed(heads: HeadGroup, q: torch.Tensor, k: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    if heads.function.qk_norm == "per_head":
+        return _normed(heads.q_layernorm, q), _normed(heads.k_layernorm, k)
+    return heads._normalise(q, k)
 
 
 def _normed(norm: Optional[torch.nn.Module], x: torch.Tensor) -> torch.Tensor:

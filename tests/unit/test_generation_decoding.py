@@ -21,6 +21,8 @@ DYNAMIC = dict(type="dynamic", factor=2.0, original_max_position_embeddings=8)
 SMALL = dict(init_method_std=0.05)
 """For half precision: logits of order one, as the tolerances want them."""
 
+GROUPS = [[24, 2], {"layer": 1, "groups": [[16, 3], [40, 3, 3]]}]
+
 OPTIONS = {
     "rotary": dict(),
     "quarter": dict(rotary_pct=0.25, **geometries.QUOTIENT),
@@ -30,6 +32,8 @@ OPTIONS = {
     "mha": geometries.MHA,
     "mqa": geometries.MQA,
     "widths": dict(geometries.WIDE_NON_DIVISIBLE, head_dim=[24, 40], num_kv_heads=[6, 2]),
+    "groups": dict(geometries.WIDE_NON_DIVISIBLE, head_dim=GROUPS, qk_norm_type="per_head", sliding_window_width=4),
+    "groups_joint": dict(geometries.WIDE_NON_DIVISIBLE, head_dim=GROUPS, use_qk_layernorm=True, kv_cache_dtype="int8"),
     "joint": dict(use_qk_layernorm=True),
     "per_head": dict(qk_norm_type="per_head", norm="rmsnorm"),
     "full": dict(qk_norm_type="full_width", norm="rmsnorm", norm_placement="post"),
@@ -211,7 +215,7 @@ def test_compiled_steps_generate_the_same_tokens_with_one_compilation_of_each_ki
     settings = dict(
         **dict(sliding_window_width=4, layer_types=["sliding_attention", "full_attention"] * 2, num_layers=4),
         **dict(attn_logit_softcap=5.0, qk_norm_type="per_head", norm="rmsnorm", activation="swiglu"),
-        **{**geometries.WIDE_NON_DIVISIBLE, "head_dim": [[[24, 40], "all"]]},
+        **{**geometries.WIDE_NON_DIVISIBLE, "head_dim": [[24, "all"], {**GROUPS[1], "layer": [1, 3]}]},
         **dict(shared_key_value={"full_attention": True}, v_norm=True, layer_scalar=True),
         lora=dict(rank=3, alpha=30.0, targets=["query_key_value", "linear2"]),
     )

@@ -4,7 +4,7 @@ A layer with a window keeps no more tokens than a query can see. Batches of prom
 generator's business; the cache is rectangular and causal by position.
 """
 
-from typing import Iterable, Optional, Sequence, Tuple
+from typing import Iterable, Optional, Sequence, Tuple, Union
 
 import torch
 
@@ -82,6 +82,11 @@ class LayerKVCache:
             TokenRing(form, self._capacity, (batch_size, heads, geometry.head_dim), device)
             for heads in (key_heads, geometry.num_kv_heads)
         )
+
+    @property
+    def groups(self) -> Tuple["LayerKVCache", ...]:
+        """The caches of the layer's groups of heads: itself."""
+        return (self,)
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
         """Store k [s, b, m', d] and v [s, b, m, d] behind what is there; return every key and value a query may see.
@@ -163,6 +168,11 @@ class GroupsKVCache:
         return self.groups[0].length
 
     @property
+    def parts(self) -> Tuple[torch.Tensor, ...]:
+        """What is allocated, as LayerKVCache.parts."""
+        return tuple(part for group in self.groups for part in group.parts)
+
+    @property
     def nbytes(self) -> int:
         """Allocated bytes of all groups."""
         return sum(group.nbytes for group in self.groups)
@@ -171,6 +181,9 @@ class GroupsKVCache:
         """Forget the tokens, keep the memory."""
         for group in self.groups:
             group.reset()
+
+
+AnyLayerCache = Union[LayerKVCache, GroupsKVCache]
 
 
 class KVCache:
