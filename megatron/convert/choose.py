@@ -1,6 +1,6 @@
 """Which Hugging Face model type can hold a model of ours."""
 
-from typing import Dict, List, Optional
+from typing import Dict, List, Optional, Tuple
 
 from megatron.convert.families import FAMILIES, Family
 from megatron.errors import ConversionError
@@ -33,7 +33,13 @@ def choose_family(neox_args, architecture: Optional[str] = None, preferred: Opti
         refusals[name] = family.refusals(neox_args)
         if not refusals[name]:
             return family
-    nearest = sorted(refusals, key=lambda name: len(refusals[name]))[:_SHOWN]
+    several = not neox_args.has_uniform_heads
+
+    def distance(name: str) -> Tuple[bool, bool, int]:
+        """A Mixtral is none of ours whatever the settings; of layers that differ speaks first who can have them."""
+        return name == "mixtral", several and not FAMILIES[name].by_layer, len(refusals[name])
+
+    nearest = sorted(refusals, key=distance)[:_SHOWN]
     reasons = [f"{name}:\n{_listed(refusals[name])}" for name in nearest]
     raise ConversionError("no Hugging Face model known here can hold this one; nearest are\n" + "\n".join(reasons))
 

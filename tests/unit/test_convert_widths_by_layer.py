@@ -82,6 +82,16 @@ def test_an_export_leaves_nothing_behind(tmp_path):
     assert not (tmp_path / "theirs").exists()
 
 
+def test_what_a_family_with_several_widths_lacks_is_said_first(tmp_path):
+    args = NeoXArgs.from_dict(settings_of("mha widths by layer, per_head"))
+    with pytest.raises(ConversionError) as error:
+        choose_family(args)
+    families = [line.rstrip(":") for line in str(error.value).splitlines() if line.endswith(":") and line[0] != " "]
+    able = [name for name, family in FAMILIES.items() if family.by_layer]
+    assert families[: len(able)] == able and "mixtral" not in families
+    assert "norm_placement=pre: a Gemma4ForCausalLM has norm_placement=sandwich" in str(error.value)
+
+
 @pytest.mark.parametrize(
     "key, value", [("global_head_dim", 512), ("head_dim", [16, 32]), ("num_key_value_heads", [1, 2])]
 )

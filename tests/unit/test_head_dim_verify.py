@@ -160,6 +160,16 @@ def test_a_hugging_face_model_of_several_widths_is_recognised(tmp_path, capsys):
     assert report["numbers"]["num_kv_heads"][4:7] == [8, 2, 8]
 
 
+def test_shares_of_rotation_by_layer():
+    """Gemma 4 turns whole heads of the local layers, a quarter of those of the global ones."""
+    model = published.named("Gemma-4-E2B")
+    numbers = {"partial_rotary": ([1.0] * 4 + [0.25]) * 7}
+    assert published.differences(numbers, model, published.OTHERS) == []
+    assert published.differences({"partial_rotary": 1.0}, model, published.OTHERS) == [
+        "partial_rotary=1.0 (layers 4, 9, 14, 19, 24, 29, 34): published 0.25"
+    ]
+
+
 def test_an_expected_model(tmp_path, capsys):
     path = str(written(tmp_path))
     assert main(["verify", path, "--expect", "qwen3-32b"]) == 0

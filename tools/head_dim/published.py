@@ -69,6 +69,8 @@ class Published:
         """What the model has under a key of GEOMETRY or OTHERS: one value, or a list with one for each layer."""
         others = {"head_dim": self.global_head_dim, "num_kv_heads": self.global_num_kv_heads}.get(key)
         local = getattr(self, key)
+        if key == "partial_rotary" and isinstance(local, str):  # "0.25 on global layers"
+            local, others = 1.0, float(local.split()[0])
         share = re.match(r"([\d.]+) on global layers", str(local))
         if key == "partial_rotary" and share and self.global_every:
             local, others = 1.0, float(share.group(1))
