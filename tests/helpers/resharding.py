@@ -39,9 +39,6 @@ VARIANTS = {
     "mha groups gpt_j alibi": dict(**MIXED["mha"], gpt_j_residual=True, pos_emb="alibi"),
     "mha keys are values": dict(**MHA_TP4, **RMS, shared_key_value=True, v_norm=True, layer_scalar=True),
     "gqa groups, keys are values": dict(**MIXED["gqa"], shared_key_value=True, v_norm=True, layer_scalar=True),
-    "mqa shared kv, keys are values": dict(
-        hidden_size=40, num_attention_heads=4, num_kv_heads=1, head_dim=10, shared_key_value=True
-    ),
     "gqa frequencies": dict(**GQA_TP4, rotary_save_freqs_buffer=True, gpt_j_residual=True),
 }
 DEPENDS_ON_RANKS = ("mha gated qk layernorm",)

@@ -35,7 +35,8 @@ MORE = {
     "widths by layer, one scale": dict(VARIANTS["mqa progressive gpt_j"], softmax_scale=0.3),
 }  # fmt: skip
 GROUPS = [name for name in VARIANTS if "groups" in name]
-CASES = [name for name in VARIANTS if name not in (*LAYER_NORMS, *SCALES, *GROUPS)] + list(MORE)[:-1]
+SHARED = [name for name in VARIANTS if "keys are values" in name]
+CASES = [name for name in VARIANTS if name not in (*LAYER_NORMS, *SCALES, *GROUPS, *SHARED)] + list(MORE)[:-1]
 """Names of tests.helpers.resharding, and some more."""
 
 
@@ -213,6 +214,8 @@ def test_rows_of_each_order():
         ("mha gpt_j", "[[24, 3]]", "head_dim describes 3 layers and num_layers=2"),
         ("gqa gated rms", "[10, 16]", "(10 of 10 in layer 0, 10 of 16 in layer 1), and there is no one rotary_pct"),
         ("gqa rpe", "[10, 16]", "pos_emb=rpe has one table for all layers"),
+        ("mha keys are values", 32, "v_norm=True: it divides by the root mean square of a head"),
+        ("mha keys are values", 32, "shared_key_value=True: new rows of keys have to be zero"),
         ("mqa progressive gpt_j", 32, "0.316228 in layer 0, 0.25 in layer 1, 0.223607 in layer 2"),
     ],
 )
