@@ -14,6 +14,7 @@ GEOMETRIES = {
     "smollm3": "wide_non_divisible",
     "granite": "wide_non_divisible",
     "ministral": "narrow",
+    "gemma4_text": "wide_non_divisible",
     "phi": "wide_non_divisible",
     "gpt_neox": "quotient",
 }
