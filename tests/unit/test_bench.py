@@ -191,7 +191,9 @@ def test_a_benchmark_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
     monkeypatch.setitem(every.SHORT, "nowhere", every.Short("nowhere", 1, []))
     monkeypatch.setitem(every.SHORT, "long", every.Short("loss", 60, []))
     monkeypatch.setitem(every.SHORT, "hanging", every.Short("hanging", 1, []))
-    (tmp_path / "nowhere.json").write_text(json.dumps({"targets": [report.Target("old", 1.0, 1.0)._asdict()]}))
+    for name in ("nowhere", "hanging", "long"):
+        old = {"targets": [report.Target("old", 1.0, 1.0)._asdict()]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(old))
     found = [report.Target("kept", 1.0, 0.5)._asdict()]
 
     def run(command, timeout):

@@ -106,6 +106,7 @@ def beside_estimates(options: argparse.Namespace) -> None:
 
 def peaks(name: str, precision: str, repeats: int) -> Dict[str, float]:
     """Bytes of a line: `peak` and what is held at `rest`."""
+    print(f"{precision}: {name} ...", flush=True)
     line = LINES[name]
     given = settings(**{**line.overrides, "precision": precision})
     with Worker(line.target, given, line.environment) as worker:
