@@ -34,6 +34,7 @@ VARIANTS = {
     "kv heads by layer, full_width": dict(**PER_LAYER["kv_by_layer"], **SWIGLU, qk_norm_type="full_width"),
     "mha widths by layer, per_head": dict(**PER_LAYER["alternating"], **RMS, qk_norm_type="per_head"),
     "mqa progressive gpt_j": dict(**PER_LAYER["progressive"], gpt_j_residual=True, pos_emb="learned"),
+    "mqa progressive rpe": dict(**PER_LAYER["progressive"], pos_emb="rpe"),
     "gqa groups, full_width": dict(**MIXED["gqa"], **SWIGLU, **RMS, qk_norm_type="full_width"),
     "mha groups, per_head": dict(**MIXED["mha"], **RMS, qk_norm_type="per_head"),
     "mha groups gpt_j alibi": dict(**MIXED["mha"], gpt_j_residual=True, pos_emb="alibi"),

@@ -28,8 +28,6 @@ def draw(seed):
         widths = [chance.choice(WIDTHS) for _ in range(LAYERS)]
         kv_heads = [chance.choice((1, 2, 4, HEADS)) for _ in range(LAYERS)]
         runs = chance.random() < 0.5
-        if settings["pos_emb"] == "rpe":  # whose one table is scaled by the one head_dim
-            continue
         settings.update(
             num_layers=LAYERS, hidden_size=chance.choice((56, 88)), num_attention_heads=HEADS,
             head_dim=[[width, 1] for width in widths] if runs else widths, num_kv_heads=kv_heads,

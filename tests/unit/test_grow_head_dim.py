@@ -22,7 +22,7 @@ from tests.helpers.tolerances import FORWARD
 from tools.ckpts import grow_head_dim, reshard
 
 LAYER_NORMS = ("gqa full_width", "mha gated qk layernorm", "mqa shared kv, uneven", "kv heads by layer, full_width")
-SCALES = ("mha widths by layer, per_head", "mqa progressive gpt_j")
+SCALES = ("mha widths by layer, per_head", "mqa progressive gpt_j", "mqa progressive rpe")
 """Of different widths, each with its own scale."""
 MORE = {
     "per_head, a large epsilon": dict(VARIANTS["gqa per_head"], rms_norm_epsilon=0.5),
