@@ -239,8 +239,8 @@ IMPOSSIBLE = {
         ["model_type=deepseek_v3", "kv_lora_rank=512", "n_routed_experts=256", "v_head_dim=128"],
     ),
     "BL-129 widths by layer": (
-        dict(model_type="gemma4_text", head_dim=256, global_head_dim=512),
-        ["model_type=gemma4_text", "global_head_dim=512"],
+        dict(model_type="gemma3_text", head_dim=256, global_head_dim=512),
+        ["global_head_dim=512"],
     ),
     "BL-129 a list of head counts": (dict(model_type="llama", num_attention_heads=[12, 16]), ["num_attention_heads"]),
     "BL-037 two rotary widths": (
