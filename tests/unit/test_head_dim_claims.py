@@ -299,10 +299,15 @@ def test_the_studies_that_ship(monkeypatch, tmp_path):
     assert rates == {"head_dim": [8, 64], "optimizer.params.lr": list(RATES)}
 
 
-@pytest.mark.skipif(not (ROOT / "docs" / page.DATA).exists(), reason="docs/claims.json is not there yet")
 def test_the_page_in_the_docs_is_that_of_its_data():
     data = page.read(str(ROOT / "docs"))
     assert set(data["studies"]) == set(studies())
+    for name, found in data["studies"].items():
+        study = study_named(name)
+        assert found["seeds"] == list(study.seeds) and found["about"] == study.about
+        assert [each["name"] for each in found["variants"]] == [variant.name for variant in study.variants]
+    for claim in CLAIMS:
+        assert (ROOT / "docs" / f"claims_{claim.name}.png").stat().st_size > 10_000
     assert (ROOT / "docs" / page.PAGE).read_text() == page.page(data)
     assert (ROOT / "docs" / page.DATA).stat().st_size < 300_000
     kept = json.loads((ROOT / "docs" / page.DATA).read_text())["verdicts"]
