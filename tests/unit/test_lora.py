@@ -17,7 +17,7 @@ from megatron.training import setup_model_and_optimizer
 from tests.helpers.configs import tiny_args
 from tests.helpers.geometries import MHA, WIDE_NON_DIVISIBLE
 from tests.helpers.model_runs import batch
-from tests.helpers.resharding import DEPENDS_ON_RANKS, VARIANTS, random_layers, read_all, settings_of, write_checkpoint
+from tests.helpers.resharding import random_layers, read_all, settings_of, write_checkpoint
 from tests.helpers.tolerances import FORWARD, GRADIENT, assert_close
 from tools.ckpts import convert_te, export_lora, grow_head_dim, merge_lora, reshard
 from tools.head_dim import __main__ as head_dim
@@ -189,15 +189,30 @@ def merged(source, out):
     return out
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in DEPENDS_ON_RANKS])
+SPLIT = {
+    "mha gpt_j": 2,
+    "gqa gated rms": 4,
+    "gqa qk rms tied": 2,
+    "gqa shared kv": 4,
+    "mqa shared kv, uneven": 2,
+    "kv heads by layer, full_width": 2,
+    "mqa progressive gpt_j": 2,
+    "gqa groups, full_width": 2,
+    "mha keys are values": 2,
+    "gqa groups, keys are values": 4,
+}
+"""Variants whose weights are split in different ways, and over how many ranks."""
+
+
+@pytest.mark.parametrize("variant", SPLIT)
 def test_split_joined_and_merged_it_is_the_same_function(variant, tmp_path):
     saved(tmp_path / "one", variant, lora={**ALL, "alpha": 1.0})
     expected = logits_of(tmp_path / "one")
-    two = resharded(tmp_path / "one", tmp_path / "two", 2)
-    back = resharded(two, tmp_path / "back", 1)
+    many = resharded(tmp_path / "one", tmp_path / "many", SPLIT[variant])
+    back = resharded(many, tmp_path / "back", 1)
     first, last = (read_all(CheckpointReader(checkpoint_folder(str(path)))) for path in (tmp_path / "one", back))
     assert first.keys() == last.keys() and all(torch.equal(first[key], last[key]) for key in first)
-    plain = read_all(CheckpointReader(checkpoint_folder(str(merged(two, tmp_path / "merged")))))
+    plain = read_all(CheckpointReader(checkpoint_folder(str(merged(many, tmp_path / "merged")))))
     assert not any(".lora." in name for _, _, name in plain)
     assert_close(logits_of(tmp_path / "merged").float(), expected.float(), FORWARD, variant)
     weight = (0, 2, "attention.dense.weight")
