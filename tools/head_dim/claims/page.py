@@ -16,9 +16,9 @@ HEAD = """# What wide heads are said to do, and what was seen here
 
 An article on re-examining head dimension makes five claims about the width of attention heads. Each was tried here on
 small models, with a number that is measured for each seed and a range in which the claim wants it, written down before
-the runs ([claims.py](../tools/head_dim/claims/claims.py)). Seen: the 95 % interval of the number over the seeds
-(Student's t) lies in the range. Not seen: it lies outside. Else the claim is not decidable at this size, with so many
-seeds.
+any of these numbers was known ([claims.py](../tools/head_dim/claims/claims.py)). Seen: the 95 % interval of the number
+over the seeds (Student's t) lies in the range. Not seen: it lies outside. Else the claim is not decidable at this size,
+with so many seeds.
 
 """
 HOW = """
