@@ -164,7 +164,7 @@ REFUSED_OUT = {
     "the same heads in all layers of type sliding_attention": dict(head_dim=[12, 20, 40, 12, 40]),
     "the same heads in all layers of type full_attention": dict(num_kv_heads=[3, 3, 2, 3, 1]),
     "in layers of type full_attention only": dict(shared_key_value=True),
-    "the heads of a layer are of one width there": dict(
+    "heads of one width in a layer": dict(
         head_dim=[[12, 5], {"layer": 0, "groups": [[12, 4, 2], [20, 2, 1]]}], num_kv_heads=3
     ),
     "attn_logit_softcap=5.0": dict(attn_logit_softcap=5.0),
@@ -186,3 +186,15 @@ def test_the_yaml_of_a_config_json_is_the_model(tmp_path):
     settings = yaml.safe_load(from_hf.yaml_text(str(tmp_path)))
     args = our_args(FAMILIES["gemma4_text"], config)
     assert differing_settings(tiny_args(**{**settings, "padded_vocab_size": PADDED}), args) == {}
+
+
+def test_proportional_rotation_in_other_families():
+    """Whole heads have it as in Gemma 4; where a part of a head is cut off, the same key means that part."""
+    check_family(hf_config("qwen3", head_dim=24, rope_parameters={**SHARE, "factor": 2.0}))
+    for model_type in ("phi", "gpt_neox"):
+        config = hf_config(model_type, num_key_value_heads=4)
+        args = our_args(FAMILIES[model_type], config, rotary_pct=1.0)
+        assert FAMILIES[model_type].refusals(args) == []
+        scaling = {key: SHARE[key] for key in ("rope_type", "partial_rotary_factor")}
+        (problem,) = FAMILIES[model_type].refusals(args.update(rope_scaling=scaling))
+        assert "rope_scaling=" in problem and "cannot have type proportional" in problem

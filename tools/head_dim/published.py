@@ -71,9 +71,6 @@ class Published:
         local = getattr(self, key)
         if key == "partial_rotary" and isinstance(local, str):  # "0.25 on global layers"
             local, others = 1.0, float(local.split()[0])
-        share = re.match(r"([\d.]+) on global layers", str(local))
-        if key == "partial_rotary" and share and self.global_every:
-            local, others = 1.0, float(share.group(1))
         if others is None:
             return local
         return [local if (layer + 1) % self.global_every else others for layer in range(self.num_layers)]

@@ -78,8 +78,6 @@ class Gemma4Text(Gemma3Text):
 
     def further_refusals(self, neox_args) -> List[str]:
         problems = Gemma.further_refusals(self, neox_args)
-        if any(len(geometry.groups) > 1 for geometry in neox_args.layers_by_geometry()):
-            return [*problems, f"head_dim={neox_args.head_dim}: the heads of a layer are of one width there"]
         scales = {neox_args.attention_scale(number) for number in range(neox_args.num_layers)}
         if scales != {1.0}:
             problems.append(

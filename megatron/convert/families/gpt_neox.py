@@ -3,7 +3,7 @@
 from typing import Any, Dict, List, NamedTuple
 
 from megatron.convert.families.base import Family, common_config, common_settings, refuse
-from megatron.convert.families.rope import rope_config, rope_settings, rotary_problems
+from megatron.convert.families.rope import proportional_problems, rope_config, rope_settings, rotary_problems
 from megatron.convert.operations import VOCABULARY
 from megatron.convert.rules import EMBEDDING, HEAD, LAYER, NORM, Rule
 from megatron.errors import ConversionError
@@ -121,6 +121,7 @@ class GPTNeoX(Family):
     def further_refusals(self, neox_args) -> List[str]:
         problems = plain_activation_refusals(neox_args, self.architecture)
         problems += rotary_problems(neox_args, self.architecture)
+        problems += proportional_problems(neox_args, self.architecture)
         geometry = neox_args.head_geometry()
         if not geometry.matches_hidden:
             problems.append(

@@ -13,7 +13,7 @@ from megatron.convert.families.gpt_neox import (
     plain_hidden_act,
 )
 from megatron.convert.families.llama import ATTENTION, MLP, QKV_NAMES
-from megatron.convert.families.rope import rope_settings, rotary_problems
+from megatron.convert.families.rope import proportional_problems, rope_settings, rotary_problems
 from megatron.convert.operations import QKV, VOCABULARY, Operation, PadVocabulary
 from megatron.convert.rules import EMBEDDING, HEAD, LAYER, NORM, Rule
 from megatron.convert.widths import LayerWidths
@@ -95,6 +95,7 @@ class Phi(Family):
     def further_refusals(self, neox_args) -> List[str]:
         problems = plain_activation_refusals(neox_args, self.architecture)
         problems += rotary_problems(neox_args, self.architecture)
+        problems += proportional_problems(neox_args, self.architecture)
         geometry = neox_args.head_geometry()
         if neox_args.qk_norm_type not in (None, "per_head"):
             problems.append(f"qk_norm_type={neox_args.qk_norm_type}: a {self.architecture} has per_head or none")

@@ -42,6 +42,17 @@ def whole_rotation_problems(config: Any, architecture: str) -> List[str]:
     ]
 
 
+def proportional_problems(neox_args, architecture: str) -> List[str]:
+    """For classes whose partial_rotary_factor is the share of a head that is cut off and rotated by itself."""
+    layers = (neox_args.layer_attention(number).rotary for number in range(neox_args.num_layers))
+    if not any(rotary and rotary.scaling and rotary.scaling.rope_type == PROPORTIONAL for rotary in layers):
+        return []
+    return [
+        f"rope_scaling={neox_args.rope_scaling}: in a {architecture} partial_rotary_factor says how wide the rotated "
+        f"part of a head is, so it cannot have type {PROPORTIONAL}"
+    ]
+
+
 def rope_config(neox_args) -> Dict[str, Any]:
     """Inverse of rope_settings, for models of which rotary_problems has nothing to say."""
     base, scaling = _of_all_layers(neox_args)
