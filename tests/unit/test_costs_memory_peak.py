@@ -35,12 +35,14 @@ VARIANTS = {
         precision="bfloat16", zero_optimization=dict(stage=1, **BUCKET), gradient_accumulation_steps=2
     ),
     "half_zero2": dict(precision="bfloat16", zero_optimization=dict(stage=2, **BUCKET)),
+    "widths_by_layer": dict(head_dim=[[32, 2], [96, 2]]),
+    "groups_of_heads": dict(head_dim=[[64, 4], dict(layer=[1, 3], groups=[[32, 3, 1], [96, 3, 1]])]),
     "pipeline": dict(pipe_parallel_size=1, gradient_accumulation_steps=2),
 }
 
 RUNS = {
     "small": ("half_zero2", "pipeline"),
-    "middle": ("plain", "half", "checkpointed", "global_gelu"),
+    "middle": ("plain", "half", "checkpointed", "global_gelu", "widths_by_layer", "groups_of_heads"),
     "large": ("plain", "half_zero1_accumulated"),
 }
 
