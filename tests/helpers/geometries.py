@@ -57,4 +57,4 @@ MIXED = {
         head_dim=[[12, 1], [10, 1], dict(layer=0, groups=[[8, 4, 1], [14, 4, 4], [20, 4, 2]])],
     ),
 }  # fmt: skip
-"""Heads of several widths in a layer. All split over 2 and 4 ranks but "mqa", of which layer 1 has 3 key/value heads."""
+"""Heads of several widths in a layer. All split over 2 and 4 ranks but "mqa": its layer 1 has 3 key/value heads."""
