@@ -26,7 +26,7 @@ LAYOUTS = {
     2: {
         "tp2": dict(model_parallel_size=2, sequence_parallel=True),
         "pp2": dict(pipe_parallel_size=2),
-        "pp2 recomputed": dict(pipe_parallel_size=2, checkpoint_activations=True),
+        "pp2 recomputed": dict(pipe_parallel_size=2, checkpoint_activations=True, fused_loss_chunk=8),
         "pp2 bf16": dict(pipe_parallel_size=2, precision="bfloat16"),
         "dp2": DP2,
         **{f"dp2 zero{stage}": dict(DP2, zero_optimization={"stage": stage}) for stage in (2, 3)},
