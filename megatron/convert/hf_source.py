@@ -13,6 +13,7 @@ import torch
 
 from megatron.checkpointing.buffers import Buffers
 from megatron.checkpointing.safe_load import load_file
+from megatron.convert.families.composite import by_itself, language_model
 from megatron.convert.families.config_file import read_config
 from megatron.errors import ConversionError
 
@@ -47,6 +48,9 @@ class _Entry(NamedTuple):
 class HFSource:
     """Config and weights of a folder as `save_pretrained` writes it, of transformers 4 or 5.
 
+    Of a model of several parts it is the language model: `raw_config` and the tensors are as if that were saved by
+    itself. other_parts: names of the tensors of the other parts.
+
     Raises ConversionError if the folder has no readable config or weights, or a file of them is missing or cut short.
     """
 
@@ -54,13 +58,17 @@ class HFSource:
         if not os.path.isdir(folder):
             raise ConversionError(f"{folder}: no such folder; name one with a config.json and weights")
         self.folder = folder
-        self.raw_config = self._read_config()
+        whole_config = self._read_config()
+        self.raw_config = language_model(whole_config)
         self._entries: Dict[str, _Entry] = {}
         self._tensors: Dict[str, torch.Tensor] = {}
         self.buffers = Buffers()
         names = self._weight_files()
         for name in names:
             self._open(os.path.join(folder, name), name.endswith(".safetensors"))
+        kept, self.other_parts = by_itself(whole_config.get("model_type"), self.names())
+        self._entries = {kept[name]: entry for name, entry in self._entries.items() if name in kept}
+        self._tensors = {kept[name]: tensor for name, tensor in self._tensors.items() if name in kept}
 
     @cached_property
     def config(self) -> Any:

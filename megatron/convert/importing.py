@@ -20,7 +20,7 @@ from megatron.convert.ahead import Ahead
 from megatron.convert.families import FAMILIES, Family
 from megatron.convert.families.config_file import config_problems
 from megatron.convert.hf_source import HFSource
-from megatron.convert.hf_writer import write_text
+from megatron.convert.hf_writer import write_json, write_text
 from megatron.convert.imported_tokenizer import tokenizer_settings
 from megatron.convert.leftovers import check_source
 from megatron.convert.memory import give_back
@@ -88,6 +88,8 @@ def import_hf(
         os.mkdir(kept)
         names = (side_files.CONFIG, side_files.GENERATION_CONFIG, *side_files.TOKENIZER_FILES)
         side_files.copy_files(names, source.folder, kept)
+        if source.other_parts:
+            write_json(os.path.join(kept, side_files.CONFIG), source.raw_config)
         write_text(os.path.join(unfinished, CONFIG_NAME), text)
     return os.path.join(out, os.path.basename(folder))
 

@@ -33,6 +33,11 @@ def check_source(
     extra = sorted(names - set(shapes))
     unused = [name for name in extra if _BUFFERS.fullmatch(name)]
     notes = [f"{len(unused)} buffers that hold no weights are left out ({unused[0]}, ...)"] if unused else []
+    if source.other_parts:
+        notes.append(
+            f"only the language model is taken: {len(source.other_parts)} tensors of other parts are left out "
+            f"({source.other_parts[0]}, ...)"
+        )
     copy, table = _tied_head(family, neox_args)
     for name in sorted(set(extra) - set(unused)):
         if name != copy or table not in names:

@@ -5,13 +5,14 @@ from typing import Any, Callable, Dict, List, Tuple
 import torch
 from torch import nn
 
+from megatron.convert.families.composite import COMPOSITES
 from megatron.errors import ConversionError
 
 _SHOWN = 8
 
 
 def load_hf(folder: str) -> nn.Module:
-    """AutoModelForCausalLM of a folder on this machine, fp32, evaluating.
+    """AutoModelForCausalLM of a folder on this machine, fp32, evaluating. Of several parts it is the language model.
 
     Raises ConversionError if transformers is not installed or refuses the folder, or if it would make up weights that
     are missing or ignore some that are there.
@@ -37,7 +38,17 @@ def load_hf(folder: str) -> nn.Module:
     problems = [f"{kind}: {_listed(names)}" for kind, names in sorted(report.items()) if names]
     if problems:
         raise ConversionError(f"{folder}: its tensors are not those of its config:\n" + "\n".join(problems))
-    return model.eval()
+    return _language_model(model, transformers).eval()
+
+
+def _language_model(model: nn.Module, transformers: Any) -> nn.Module:
+    """The language model by itself, with the weights of the whole."""
+    if model.config.model_type not in COMPOSITES:
+        return model
+    with torch.device("meta"):
+        text = transformers.AutoModelForCausalLM.from_config(model.config.text_config)
+    text.model, text.lm_head = model.model.language_model, model.lm_head
+    return text
 
 
 def _listed(names: Any) -> str:

@@ -7,19 +7,22 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import save_file
-from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+from transformers import Gemma4Config, Gemma4ForCausalLM, Gemma4ForConditionalGeneration, Gemma4TextConfig
 
 from megatron import costs
 from megatron.convert.families import FAMILIES
 from megatron.convert.importing import import_hf
 from megatron.convert.rules import write_out
+from megatron.convert.verify import verify
 from megatron.errors import ConversionError
 from tests.helpers.configs import tiny_args
+from tests.helpers.convert_folders import assert_same_tensors, raw_config, run_export
 from tests.helpers.convert_models import (
     PADDED,
     as_ours,
     check_family,
     differing_settings,
+    function_keys,
     hf_config,
     hf_model,
     hf_tensors,
@@ -131,7 +134,7 @@ REFUSED_IN = {
     "rope_type=dynamic by layer type": dict(
         rope_parameters={SLIDING: PLAIN, FULL: {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5000.0}}
     ),
-    "text_config: this model has parts beside": dict(model_type="gemma4", text_config={"head_dim": 16}),
+    "text_config: this model has parts beside": dict(model_type="gemma3", text_config={"head_dim": 16}),
 }
 """What a config.json says, and what is said of it."""
 
@@ -198,3 +201,32 @@ def test_proportional_rotation_in_other_families():
         scaling = {key: SHARE[key] for key in ("rope_type", "partial_rotary_factor")}
         (problem,) = FAMILIES[model_type].refusals(args.update(rope_scaling=scaling))
         assert "rope_scaling=" in problem and "cannot have type proportional" in problem
+
+
+def test_of_a_model_with_other_parts_the_language_model_is_taken(tmp_path):
+    """As it is published: with an image model. What comes out is the language model by itself."""
+    text_config = config_of(**CASES["wide"])
+    image = dict(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
+    config = Gemma4Config(text_config=text_config.to_dict(), vision_config=image, audio_config=None)
+    whole = Gemma4ForConditionalGeneration(config).float().eval()
+    language = hf_model(text_config)
+    whole.model.language_model.load_state_dict(language.model.state_dict())
+    whole.save_pretrained(tmp_path / "whole")
+    language.save_pretrained(tmp_path / "language")
+    notes = []
+    ours = import_hf(str(tmp_path / "whole"), str(tmp_path / "ours"), progress=False, say=notes.append)
+    assert any("only the language model is taken" in note and "model.embed_vision" in note for note in notes)
+    assert raw_config(tmp_path / "ours" / "huggingface")["model_type"] == "gemma4_text"
+    assert_same_tensors(tmp_path / "language", run_export(tmp_path / "ours", tmp_path / "back"))
+    written = Gemma4TextConfig.from_dict(raw_config(tmp_path / "back"))
+    assert function_keys(written) == function_keys(text_config)
+    assert verify(str(tmp_path / "whole"), ours, lambda config: text()).agrees
+    settings = yaml.safe_load(from_hf.yaml_text(str(tmp_path / "whole")))
+    assert settings["head_dim"] == [[12, 2], [40, 1], [12, 1], [40, 1]]

@@ -43,12 +43,14 @@ def yaml_text(path: str) -> str:
 
     Raises ConversionError or ConfigError if no model here can be that one.
     """
-    raw = read_json(os.path.join(path, CONFIG_JSON) if os.path.isdir(path) else path)
+    whole = read_json(os.path.join(path, CONFIG_JSON) if os.path.isdir(path) else path)
     from megatron.convert.families import FAMILIES  # imports transformers, for which a wrong path need not wait
+    from megatron.convert.families.composite import language_model
     from megatron.convert.families.config_file import read_config
     from megatron.convert.model_args import arguments_of
     from megatron.convert.yaml_text import yaml_lines
 
+    raw = language_model(whole)
     config = read_config(raw)
     settings: Dict[str, Any] = FAMILIES[raw["model_type"]].settings(config)
     args = arguments_of({**settings, "padded_vocab_size": config.vocab_size})

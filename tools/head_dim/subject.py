@@ -81,10 +81,11 @@ def _base(args: NeoXArgs) -> Any:
 
 def _of_hf(config_path: str, name: str) -> Subject:
     from megatron.convert.families import FAMILIES
+    from megatron.convert.families.composite import language_model
     from megatron.convert.families.config_file import read_config
     from megatron.convert.model_args import arguments_of
 
-    raw = read_json(config_path)
+    raw = language_model(read_json(config_path))
     try:
         config = read_config(raw)
         settings = FAMILIES[raw["model_type"]].settings(config)
