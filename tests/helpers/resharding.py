@@ -45,6 +45,9 @@ VARIANTS = {
 DEPENDS_ON_RANKS = ("mha gated qk layernorm",)
 """GPT-NeoX's joint layer norm over a rank's heads: another function at each number of ranks."""
 
+SPLIT_AS_OTHERS = ("mqa progressive gpt_j", "mqa progressive rpe", "mha groups gpt_j alibi")
+"""Variants of which every parameter is split as in another one: for what needs processes they are not run."""
+
 
 def settings_of(variant, **more):
     """YAML settings of a variant."""
