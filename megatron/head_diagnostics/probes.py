@@ -1,6 +1,6 @@
 """Recording what the attention kernels are given, without changing what they compute."""
 
-from typing import Dict, List
+from typing import Dict, List, Optional
 
 import torch
 from torch import nn
@@ -9,6 +9,7 @@ from megatron.errors import ConfigError
 from megatron.head_diagnostics.scores import LayerSample
 from megatron.model.attention import ParallelSelfAttention
 from megatron.model.attention.heads import HeadGroup
+from megatron.neox_arguments.layer_attention import RotarySettings
 
 
 class Probes:
@@ -90,4 +91,10 @@ class _Recording:
             softcap=softcap,
             bias=bias,
             rotary_ndims=self._group.rotary_ndims,
+            turning_pairs=_turning_pairs(self._group.function.rotary),
         )
+
+
+def _turning_pairs(rotary: Optional[RotarySettings]) -> Optional[int]:
+    """Fewer than there are with a rope_scaling of type proportional."""
+    return None if rotary is None or rotary.scaling is None else rotary.scaling.rotated_pairs(rotary.ndims)

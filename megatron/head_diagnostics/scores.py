@@ -16,8 +16,8 @@ from megatron.model.attention.core.masks import hidden_keys
 class LayerSample:
     """The queries, keys and values of one sequence in one layer, after norm and rotation.
 
-    q [s, n, d], k [s, m', d], v [s, m, d]; bias [n, s, s] or None, as added to the scaled scores; the rest as in the
-    kernels' `attend`.
+    q [s, n, d], k [s, m', d], v [s, m, d]; bias [n, s, s] or None, as added to the scaled scores; turning_pairs: how
+    many pairs of the rotated dimensions turn at all, None for all; the rest as in the kernels' `attend`.
     """
 
     q: torch.Tensor
@@ -28,6 +28,7 @@ class LayerSample:
     softcap: Optional[float] = None
     bias: Optional[torch.Tensor] = None
     rotary_ndims: int = 0
+    turning_pairs: Optional[int] = None
 
 
 def attention_weights(sample: LayerSample) -> torch.Tensor:
@@ -48,7 +49,7 @@ def score_figures(sample: LayerSample, weights: torch.Tensor, output_weight: tor
     entropy: of the weights, nats, mean over queries; entropy_share: of the most it could be, log(visible keys).
     attention_rank: effective rank of the matrix of weights. first_token: weight on the first token, mean over the
     other queries that see it. output_norm: length of what the head adds to the residual stream, mean over tokens.
-    rotary_share: part of the squared length of queries and keys in the rotated dimensions; absent without any.
+    rotary_share: part of the squared length of queries and keys in dimensions that turn; absent without any.
     """
     figures = {
         **_score_sizes(sample),
@@ -130,7 +131,9 @@ def _output_norm(sample: LayerSample, weights: torch.Tensor, output_weight: torc
 def _rotary_share(sample: LayerSample) -> torch.Tensor:
     heads = sample.q.shape[1]
     q, k = sample.q.float().transpose(0, 1), _for_queries(sample.k, heads)
-    shares = [
-        x[..., : sample.rotary_ndims].square().sum((1, 2)) / x.square().sum((1, 2)).clamp(min=1e-30) for x in (q, k)
-    ]
+    shares = []
+    for x in (q, k):
+        pairs = x[..., : sample.rotary_ndims].unflatten(-1, (2, -1))  # dimension i turns with i + r/2
+        turning = pairs[..., : sample.turning_pairs].square().sum((1, 2, 3))
+        shares.append(turning / x.square().sum((1, 2)).clamp(min=1e-30))
     return (shares[0] + shares[1]) / 2

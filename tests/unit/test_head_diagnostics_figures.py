@@ -1,5 +1,7 @@
 """Figures of heads against the definitions, in fp64 with numpy and one head at a time."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -93,6 +95,18 @@ def test_scores(geometry, function):
         expected_weights, expected = one_head(sample, output_weight, head)
         assert_close(weights[head], torch.from_numpy(expected_weights), FORWARD, f"weights of head {head}")
         assert {name: float(values[head]) for name, values in figures.items()} == pytest.approx(expected, rel=2e-5)
+
+
+def test_only_pairs_that_turn_are_rotated():
+    """rope_scaling of type proportional: of 12 dimensions the pairs (0, 6) and (1, 7)."""
+    sample, output_weight = sample_of(WIDE_NON_DIVISIBLE, dict(rotary_ndims=12))
+    sample = replace(sample, turning_pairs=2)
+    shares = score_figures(sample, attention_weights(sample), output_weight)["rotary_share"]
+    turning = [0, 1, 6, 7]
+    for head in range(6):
+        q, k = sample.q[:, head].double(), sample.k[:, head // 3].double()
+        expected = [(x[:, turning].square().sum() / x.square().sum()).item() for x in (q, k)]
+        assert shares[head].item() == pytest.approx(sum(expected) / 2, rel=2e-5)
 
 
 def test_keys_of_the_joint_norm_have_a_head_for_each_query_head():
