@@ -95,7 +95,10 @@ def test_what_it_shows_and_writes(place, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert status == 0 and report["tokens"] == CONTEXT, "without --tokens a short model is read to its end"
     assert "gradient_norm" not in report["layers"][0]["figures"] and "gradient" not in shown
-    assert f"{CONTEXT} tokens, loss {report['loss']:.4f}" in shown and "attention rank" in " ".join(shown.split())
+    assert f"{CONTEXT} tokens, loss {report['loss']:.4f}" in shown
+    for layer in report["layers"]:
+        (row,) = (line for line in shown.splitlines() if line.startswith(f"│ {layer['layer']} "))
+        assert f"│ {np.mean(layer['figures']['attention_rank']):.3g} " in row
     for finding in report["findings"]:
         assert finding["rule"] in shown.replace("\n", " ")
     assert (tmp_path / "head_diagnostics.png").read_bytes()[:4] == PNG
