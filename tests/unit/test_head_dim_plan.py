@@ -1,6 +1,9 @@
 """tools/head_dim plan: its numbers against megatron.costs and built models, sweeps at equal cost, fits, errors."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -12,6 +15,7 @@ from tests.helpers.geometries import ALL
 from tools.head_dim.__main__ import main
 from tools.head_dim.devices import DEVICES
 
+ROOT = Path(__file__).parents[2]
 MODEL = dict(
     num_layers=2, **ALL["wide_non_divisible"], ffn_hidden_size=112, pos_emb="rotary", norm="rmsnorm",
     activation="swiglu", seq_length=64, max_position_embeddings=64, padded_vocab_size=128, no_weight_tying=True,
@@ -239,3 +243,10 @@ def test_errors(tmp_path, capsys, changes, options, said):
 def test_a_vocabulary_that_is_given(tmp_path, capsys):
     _, report = plan(capsys, tmp_path, dict(MODEL, padded_vocab_size=None), "--vocab-size", "1000", "--tp", "2")
     assert report["geometry"]["vocabulary"] == 1024
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = [sys.executable, "-m", "tools.head_dim", "verify", "configs/qwen3/qwen3-0.6B.yml"]
+    program = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    program.stdout.close()
+    assert program.stderr.read() == b"" and program.wait(60) == 0

@@ -27,7 +27,12 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Run a command; returns the exit status: 0, 1 as the command says, 2 if it could not do its work."""
     options = _parser(arguments).parse_args(arguments)
     try:
-        return _module(options.command).run(options)
+        status = _module(options.command).run(options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever read the output (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains as it ends
+        return 0
     except (NeoXError, OSError) as error:
         print(f"{options.command}: {error}", file=sys.stderr)
         return 2

@@ -167,7 +167,8 @@ def lr_rule(question: Question) -> Rule:
     ratio = question.hidden_size / question.geometry.query_hidden_size
     says = (
         f"by muP the output projection's rate goes with 1 / query width: {ratio:.2f} times that of a square one. That "
-        "the rate of the whole model should go with the square root of head_dim is claimed without a measurement"
+        "the rate of the whole model should go with the square root of head_dim is claimed without a measurement, and "
+        "was not seen on small models here (docs/claims.md)"
     )
     return Rule("learning rate", says, "measured", "Yang et al. 2022, arXiv:2203.03466, table 3 (the first part)")
 
@@ -176,7 +177,8 @@ def depth_rule(question: Question) -> Rule:
     """Widths that grow with depth, by the exponent that was proposed."""
     schedule = progressive(question.head_dim, question.num_layers)
     says = (
-        f"heads that grow wider with depth are proposed without a measurement; with this width in the middle layer, "
+        "heads that grow wider with depth are proposed without a measurement, and small models here could not decide "
+        "it (docs/claims.md); with this width in the middle layer, "
         f"head_dim: {schedule_text(schedule)} gives {scheduled_width(schedule, 0)} in the first layer and "
         f"{scheduled_width(schedule, question.num_layers - 1)} in the last. Gemma 4 has wider heads in its global "
         "layers. `plan --sweep` compares such a schedule with one width"

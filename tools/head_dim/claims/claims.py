@@ -72,7 +72,7 @@ CLAIMS = (
     ),
     Claim(
         "rotary",
-        "wide heads do better with their rotary wavelengths stretched (rotary_denominator_scale: 1.5)",
+        "wide heads do better with the denominator of their rotary exponents stretched (rotary_denominator_scale: 1.5)",
         SOURCE,
         "claim_rotary",
         measures.gain("rotary_denominator_scale 1", "rotary_denominator_scale 1.5"),
