@@ -1,6 +1,7 @@
 """Shared set-up: one thread per process, no accelerator probing, a printed reason for each skipped gpu test."""
 
 import os
+import sys
 
 DEVICE = os.environ.get("NEOX_TEST_DEVICE", "cpu")
 os.environ.setdefault("DS_ACCELERATOR", DEVICE)
@@ -25,6 +26,16 @@ def process_of_its_own():
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+@pytest.fixture(autouse=True, scope="module")
+def random_states_of_its_own():
+    """A program run inside a test seeds DeepSpeed's random states of ranks, from which dropout draws once they are
+    there; the next file starts without."""
+    yield
+    checkpointing = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
+    if checkpointing is not None:
+        checkpointing.get_cuda_rng_tracker().reset()
 
 
 def pytest_collection_modifyitems(items):
