@@ -1,4 +1,4 @@
-"""Types of command-line options that several tools share."""
+"""Command-line options that several tools share, and their types."""
 
 import argparse
 
@@ -13,3 +13,11 @@ def at_least(least: int):
         return value
 
     return number
+
+
+def checkpoint_options(parser: argparse.ArgumentParser) -> None:
+    """Which settings and which iteration of a checkpoint are meant."""
+    parser.add_argument(
+        "--config_file", "--config-file", nargs="+", default=(), metavar="YML", help="by default the checkpoint's own"
+    )
+    parser.add_argument("--iteration", type=at_least(0), help="by default the one `latest` names")

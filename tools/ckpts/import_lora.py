@@ -17,7 +17,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 
 from megatron.convert.peft_import import import_peft  # noqa: E402
 from megatron.errors import NeoXError  # noqa: E402
-from tools.options import at_least  # noqa: E402
+from tools.options import checkpoint_options  # noqa: E402
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
@@ -45,11 +45,8 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--input_dir", "--input-dir", required=True, metavar="CHECKPOINT")
     parser.add_argument("--adapter", required=True, metavar="DIR", help="PEFT's folder")
     parser.add_argument("--output_dir", "--output-dir", required=True, metavar="OUT", help="new or empty folder")
-    parser.add_argument(
-        "--config_file", "--config-file", nargs="+", default=(), metavar="YML", help="by default those in CHECKPOINT"
-    )
     parser.add_argument("--architecture", default="auto", metavar="NAME", help="as for convert_neox_to_hf.py")
-    parser.add_argument("--iteration", type=at_least(0), help="by default the one `latest` names")
+    checkpoint_options(parser)
     return parser.parse_args(arguments)
 
 

@@ -23,7 +23,7 @@ from megatron.checkpointing.reshard import write_resharded  # noqa: E402
 from megatron.checkpointing.stamp import check_stamp  # noqa: E402
 from megatron.errors import NeoXError  # noqa: E402
 from megatron.neox_arguments.loading import load_files  # noqa: E402
-from tools.options import at_least  # noqa: E402
+from tools.options import checkpoint_options  # noqa: E402
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
@@ -42,8 +42,7 @@ def parse(arguments: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input_dir", "--input-dir", required=True, metavar="IN")
     parser.add_argument("--output_dir", "--output-dir", required=True, metavar="OUT", help="new or empty folder")
-    parser.add_argument("--config_file", "--config-file", nargs="+", default=(), metavar="YML", help="default: IN's")
-    parser.add_argument("--iteration", type=at_least(0), help="by default the one `latest` names")
+    checkpoint_options(parser)
     return parser.parse_args(arguments)
 
 
